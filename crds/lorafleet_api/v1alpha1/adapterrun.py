@@ -1,0 +1,289 @@
+"""AdapterRun: one LoRA reinforcement-learning experiment. Field names are those of miles' adapter.yaml in camelCase."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from lorafleet_api.v1alpha1.meta import ApiModel
+
+TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""The seven linear projections of a decoder layer that LoRA may adapt (HF names)."""
+
+
+class PoolRef(ApiModel):
+    """The AdapterPool that trains this run."""
+
+    name: str = Field(min_length=1, max_length=253)
+    """Name of the AdapterPool."""
+    namespace: str | None = None
+    """Namespace of the AdapterPool; unset means the run's own. Another namespace needs the pool's allowedNamespaces."""
+
+
+class Sampling(ApiModel):
+    """How completions are sampled. Values not listed here (top-k, penalties) are always sent as neutral."""
+
+    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
+    """Softmax temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus sampling mass."""
+    max_tokens: int = Field(default=1024, ge=1, le=1_048_576)
+    """Upper bound on completion length, in tokens."""
+    stop: list[str] = Field(default_factory=list, max_length=16)
+    """Strings that end a completion; the model's end-of-sequence token always does."""
+
+
+class Optimizer(ApiModel):
+    """AdamW with its own step count, learning-rate schedule and gradient clip for this run."""
+
+    lr: float = Field(default=1e-5, gt=0.0, le=1.0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after warm-up, over targetStep optimizer steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up from 0."""
+    min_lr: float = Field(default=0.0, ge=0.0)
+    """Learning rate at the end of a linear or cosine schedule."""
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Decay rates of the first and second moments."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """Added to the square root of the second moment."""
+    clip_grad: float = Field(default=1.0, ge=0.0)
+    """Largest global gradient norm of this run's adapter; 0 turns clipping off."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Optimizer":
+        for beta in self.betas:
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"betas: {beta} is not in [0, 1); use for example [0.9, 0.98]")
+        if self.min_lr > self.lr:
+            raise ValueError(f"minLr: {self.min_lr} is above lr {self.lr}; lower minLr or raise lr")
+        return self
+
+
+class Algorithm(ApiModel):
+    """The policy-gradient estimator and loss of this run."""
+
+    advantage: Literal["grpo", "rloo", "reinforce"] = "grpo"
+    """Advantage of a sample from its group's rewards (grpo: reward minus group mean)."""
+    std_norm: bool = True
+    """Divide grpo advantages by the group's unbiased standard deviation plus 1e-6."""
+    loss_reduction: Literal["sampleMean", "tokenMean", "constant"] = "sampleMean"
+    """Mean over samples of token means; mean over all tokens; or sum over tokens / maxTokens per sample (Dr.GRPO)."""
+    clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
+    """Lower clip of the probability ratio: 1 - clipLow."""
+    clip_high: float = Field(default=0.28, ge=0.0)
+    """Upper clip of the probability ratio: 1 + clipHigh."""
+    dual_clip: float | None = Field(default=None, gt=1.0)
+    """Bound on the loss of negative advantages (dual-clip PPO); unset is off."""
+    tis_mode: Literal["Clip", "Mask", "Off"] = "Clip"
+    """Truncated importance sampling of trainer against sampler probability: cap it, drop tokens above it, or off."""
+    tis_cap: float = Field(default=2.0, gt=0.0)
+    """Cap of the importance weight."""
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL term to the base model; 0 is off."""
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """KL estimator (Schulman): k1, k2 or low-variance k3."""
+    mask_truncated: bool = False
+    """Leave completions cut at maxTokens out of the loss, numerator and denominator."""
+
+
+class Evaluation(ApiModel):
+    """Periodic greedy evaluation on held-out prompts."""
+
+    data: str = Field(min_length=1, max_length=4096)
+    """JSONL or parquet file with the same keys as the training data."""
+    interval_steps: int = Field(default=20, ge=1)
+    """Optimizer steps between evaluations."""
+    before_training: bool = True
+    """Also evaluate the untrained adapter, as the baseline."""
+    max_prompts: int = Field(default=64, ge=1)
+    """At most this many prompts, from the top of the file."""
+    sampling: Sampling = Sampling(temperature=0.0)
+    """Sampling of evaluation completions."""
+
+
+class Checkpoint(ApiModel):
+    """When checkpoints are written and how many stay."""
+
+    interval_steps: int = Field(default=20, ge=1)
+    """Optimizer steps between checkpoints; the final step always has one."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints kept."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the best evaluation score."""
+
+
+class Scheduling(ApiModel):
+    """This run's share of the pool."""
+
+    weight: int = Field(default=1, ge=1, le=100)
+    """Turns per round in batch collection."""
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Queued runs of higher priority take a free slot first."""
+    max_in_flight_groups: int | None = Field(default=None, ge=1)
+    """Prompt groups generating at once; unset means what staleness allows."""
+
+
+class RemoteReward(ApiModel):
+    """A reward served over HTTP."""
+
+    url: str = Field(min_length=1, max_length=2048)
+    """Endpoint that scores one sample per POST."""
+    secret_ref: str | None = None
+    """Secret with the bearer token."""
+
+
+class Reward(ApiModel):
+    """A reward that is neither a built-in nor a function on the Python path."""
+
+    remote: RemoteReward | None = None
+    """Score by HTTP."""
+    config_map_ref: str | None = None
+    """ConfigMap with the reward's source."""
+
+
+class AdapterRunSpec(ApiModel):
+    """What the user wants trained. Unset fields come from the pool's defaults, then from the values given here."""
+
+    pool_ref: PoolRef
+    """The pool that trains this run."""
+    rank: int = Field(default=16, ge=1, le=512)
+    """LoRA rank; at most the pool's maxRank."""
+    alpha: int | None = Field(default=None, ge=1)
+    """LoRA alpha; the adapter is scaled by alpha / rank. Unset means equal to rank."""
+    target_modules: list[TargetModule] | None = Field(default=None, min_length=1, max_length=7)
+    """Projections to adapt; unset means the pool's."""
+    init_scheme: Literal["kaiming"] = "kaiming"
+    """Initial weights: A Kaiming-uniform as in PEFT, B zero."""
+    init_seed: int = Field(default=0, ge=0, le=2**31 - 1)
+    """Seed of the initial A matrices."""
+    init_from: str | None = Field(default=None, max_length=4096)
+    """PEFT adapter directory to start from."""
+
+    data: str = Field(min_length=1, max_length=4096)
+    """JSONL or parquet file of prompts, on the pool's storage."""
+    input_key: str = Field(default="text", min_length=1)
+    """Column with the prompt: a string, or a list of chat messages."""
+    label_key: str | None = None
+    """Column with the answer that the reward compares against."""
+    metadata_key: str | None = None
+    """Column with an object handed to the reward."""
+    sample_metadata: dict[str, Any] | None = None
+    """Metadata under each row's own."""
+    shuffle_seed: int | None = Field(default=None, ge=0)
+    """Shuffle each epoch with seed + epoch; unset keeps file order."""
+    apply_chat_template: bool | None = None
+    """Render the prompt with the model's chat template; unset means true for messages, false for strings."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longer prompts are skipped and counted; unset means what the engine's length leaves."""
+
+    rm_type: str | None = None
+    """Built-in reward: math."""
+    custom_rm_path: str | None = None
+    """Dotted path of a reward function; its module must be on the pool's rewardModules list."""
+    reward: Reward | None = None
+    """Remote or ConfigMap reward."""
+    reward_failure_policy: Literal["Fail", "Zero", "Drop"] = "Fail"
+    """A reward that raises, hangs or is not finite: fail the run, score 0, or drop the group."""
+    reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
+    """Time one reward call may take."""
+
+    rollout_batch_size: int = Field(default=8, ge=1)
+    """Prompt groups per optimizer step."""
+    n_samples_per_prompt: int = Field(default=8, ge=1)
+    """Completions per prompt group."""
+    sampling: Sampling = Sampling()
+    """How completions are sampled."""
+    optimizer: Optimizer = Optimizer()
+    """This run's AdamW."""
+    algorithm: Algorithm = Algorithm()
+    """This run's loss."""
+    max_staleness: int = Field(default=3, ge=0, le=64)
+    """Published versions a sample may be behind when it trains; 0 is strictly on-policy."""
+    mixed_versions: bool = False
+    """Let a group span versions."""
+    evaluation: Evaluation | None = None
+    """Held-out evaluation."""
+
+    num_step: int | None = Field(default=None, ge=1)
+    """Optimizer steps; wins over numEpoch."""
+    num_epoch: int | None = Field(default=None, ge=1)
+    """Passes over the data when numStep is unset; 1 when both are."""
+    active_deadline_seconds: int | None = Field(default=None, ge=1)
+    """Fail the run this long after its first registration."""
+    registration_deadline_seconds: int | None = Field(default=None, ge=1)
+    """Fail the run if it is not registered this long after creation."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Checkpoint policy."""
+    record_steps: bool = False
+    """Keep each committed step's samples for replay."""
+
+    suspend: bool = False
+    """Checkpoint, free the slot and wait; false again resumes from there."""
+    cancel: bool = False
+    """Stop for good and keep the record; cannot be unset."""
+    scheduling: Scheduling = Scheduling()
+    """Share of the pool."""
+    backoff_limit: int = Field(default=3, ge=0)
+    """Trainer crashes by this run's batches before it is failed."""
+    deletion_policy: Literal["Save", "Discard"] = "Save"
+    """On deletion: write a last checkpoint, or not."""
+    save_timeout_seconds: int = Field(default=300, ge=1)
+    """Time the last checkpoint of a deleted run may take."""
+    ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
+    """Delete the object this long after it finished; its files stay."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "AdapterRunSpec":
+        rewards = [self.rm_type, self.custom_rm_path, self.reward]
+        if sum(r is not None for r in rewards) != 1:
+            raise ValueError(
+                "rmType, customRmPath, reward: exactly one must be set; for example rmType: math"
+            )
+        return self
+
+    @property
+    def lora_alpha(self) -> int:
+        """alpha, or rank where alpha is unset."""
+        return self.rank if self.alpha is None else self.alpha
+
+
+LIFECYCLE_FIELDS = frozenset(
+    {"poolRef", "data", "suspend", "cancel", "deletionPolicy", "saveTimeoutSeconds", "backoffLimit"}
+)
+"""Fields that a pool's defaults cannot set; the CRD schema itself carries their defaults."""
+
+IMMUTABLE_FIELDS = (
+    "poolRef", "rank", "alpha", "targetModules", "initScheme", "initSeed", "initFrom",
+    "data", "inputKey", "labelKey", "metadataKey", "sampleMetadata", "shuffleSeed", "applyChatTemplate",
+    "maxPromptTokens", "rmType", "customRmPath", "reward", "rolloutBatchSize", "nSamplesPerPrompt",
+)  # fmt: skip
+"""Fields that cannot change after creation, also not from unset to set (CEL in the CRD)."""
+
+
+def resolve_spec(spec: dict[str, Any], pool_defaults: dict[str, Any]) -> AdapterRunSpec:
+    """The run's spec over the pool's defaults over the built-in values, validated.
+
+    Args:
+        spec: camelCase spec as written by the user.
+        pool_defaults: camelCase `spec.defaults` of the pool; objects merge key by key.
+
+    Raises:
+        pydantic.ValidationError: a field is unknown or out of range.
+    """
+    usable = {k: v for k, v in pool_defaults.items() if k not in LIFECYCLE_FIELDS}
+    if any(spec.get(k) is not None for k in ("rmType", "customRmPath", "reward")):
+        usable = {k: v for k, v in usable.items() if k not in ("rmType", "customRmPath", "reward")}
+    return AdapterRunSpec.model_validate(_merge(usable, spec))
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged

@@ -1,0 +1,1 @@
+"""The LoraFleet runtime: registry, HTTP, driver loop, trainer, engines and rollout workers."""

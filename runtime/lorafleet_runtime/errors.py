@@ -1,0 +1,42 @@
+"""Errors of the runtime.
+
+    RuntimeFault
+    ├── RunError            belongs to one run: fail that run with (reason, message), go on with the others
+    ├── ConfigError         the runtime's own configuration is wrong: do not start
+    └── Retryable           try again: an engine or worker is away
+"""
+
+from lorafleet_runtime.types import RunFault
+
+
+class RuntimeFault(Exception):
+    """Root of the runtime's errors."""
+
+
+class RunError(RuntimeFault):
+    """A failure of one run; the pool goes on.
+
+    Args:
+        reason: a constant of lorafleet_api.v1alpha1.reasons (a member of FAILURE_REASONS).
+        message: names the field, the value and the fix.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message)  # both in args: the error must survive pickling between actors
+        self.reason = reason
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
+
+    def fault(self, uid: str) -> RunFault:
+        """This error as a value, for the run `uid`."""
+        return RunFault(uid, self.reason, self.message)
+
+
+class ConfigError(RuntimeFault):
+    """The runtime's configuration names the field, the value and the fix."""
+
+
+class Retryable(RuntimeFault):
+    """The other side is away or restarting; the caller tries again."""
