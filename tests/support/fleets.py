@@ -1,0 +1,122 @@
+"""A whole fleet over fake actors: registry and loop are real, trainer, engines and workers are in-process."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.fake_actors import FakeEngine, FakeTrainer, FakeWorker, Handle
+from support.runs import pool_spec
+
+from lorafleet_runtime.config.config import PoolIdentity, RuntimeConfig
+from lorafleet_runtime.loop.driver import drive
+from lorafleet_runtime.loop.engines import EngineSet
+from lorafleet_runtime.loop.fleet import Fleet
+from lorafleet_runtime.loop.signal import Signal
+from lorafleet_runtime.loop.trainer import TrainerHandle
+from lorafleet_runtime.loop.workers import WorkerSet
+from lorafleet_runtime.metrics import RuntimeMetrics
+from lorafleet_runtime.registry.registry import Registry
+from lorafleet_runtime.types import Cursor
+
+
+@dataclass
+class World:
+    """The fleet and the fakes behind it."""
+
+    fleet: Fleet
+    registry: Registry
+    disk: dict[str, tuple[int, Cursor]]
+    trainers: list[Handle] = field(default_factory=list)
+    engines: list[Handle] = field(default_factory=list)
+    workers: list[Handle] = field(default_factory=list)
+    reaped: list[Handle] = field(default_factory=list)
+    configure_trainer: Callable[[FakeTrainer], None] = lambda trainer: None
+
+    @property
+    def trainer(self) -> FakeTrainer:
+        """The newest trainer."""
+        return self.trainers[-1].target
+
+    @property
+    def worker(self) -> FakeWorker:
+        """The newest worker."""
+        return self.workers[-1].target
+
+    async def until(self, condition: Callable[[], bool], timeout: float = 10.0) -> None:
+        """Wait for a state of the registry; woken by its changes."""
+        async with asyncio.timeout(timeout):
+            while not condition():
+                await self.fleet.signal.wait(0.05)
+
+    def trained(self) -> list[tuple[str, int, int]]:
+        """(uid, group index, step) of every group that any trainer accumulated."""
+        return [entry for handle in self.trainers for entry in handle.target.trained]
+
+
+class _Spawner:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def adopt(self, index: int) -> Any:
+        return None
+
+    def spawn(self, index: int) -> Handle:
+        handle = Handle(FakeEngine(f"engine-{index}"))
+        self._world.engines.append(handle)
+        return handle
+
+    def reap(self, actor: Handle, pids: tuple[int, ...], listed_at: float) -> None:
+        self._world.reaped.append(actor)
+
+
+def build_world(tmp_path: Path, **pool_changes: Any) -> World:
+    """A fleet of fakes; nothing runs yet."""
+    token = tmp_path / "token"
+    token.write_text("secret")
+    spec = pool_spec(rollout={"maxCoalesceWaitSeconds": 0.01}, **pool_changes)
+    config = RuntimeConfig(
+        pool=PoolIdentity(namespace="default", name="pool", spec=spec),
+        port=1,
+        token_file=token,
+        storage_root=tmp_path / "storage",
+    )
+    signal = Signal()
+    registry = Registry(spec, 1, notify=signal.set)
+    world: World
+
+    def trainer() -> Handle:
+        fake = FakeTrainer(world.disk)
+        world.configure_trainer(fake)
+        world.trainers.append(Handle(fake))
+        return world.trainers[-1]
+
+    def worker(_: int) -> Handle:
+        handles.append(Handle(FakeWorker()))
+        return handles[-1]
+
+    handles: list[Handle] = []
+    fleet: Fleet
+    holder: dict[str, Any] = {}
+    trainer_handle = TrainerHandle(trainer, lambda: holder["fleet"].on_trainer_lost(), registry.observe_trainer)
+    workers = WorkerSet(worker, 1)
+    fleet = Fleet(config, registry, signal, trainer_handle, None, workers, RuntimeMetrics(registry, "pool"))  # type: ignore[arg-type]
+    holder["fleet"] = fleet
+    world = World(fleet, registry, {}, workers=handles)
+    fleet.engines = EngineSet(_Spawner(world), spec.engines.replicas, registry.observe_engine)
+    return world
+
+
+@asynccontextmanager
+async def running(world: World) -> AsyncIterator[World]:
+    """Drive the fleet until the block ends."""
+    task = asyncio.create_task(drive(world.fleet))
+    try:
+        await world.until(lambda: world.registry.trainer_ready and bool(world.registry.engines))
+        yield world
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
