@@ -63,6 +63,8 @@ class Manifest:
     num_bytes: int
     digest: str
     """SHA-256 of the buffer, hexadecimal."""
+    use_rslora: bool = False
+    """The adapter is scaled by alpha / sqrt(rank) instead of alpha / rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,8 @@ class RunBatchStats:
     mismatch_tokens: int
     """Tokens in mismatch_sum (groups that skipped the forward pass have none)."""
     loss_sum: float
+    response_tokens: int = 0
+    """All response tokens of these groups, for throughput; also those that the loss leaves out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,11 +91,13 @@ PUBLISH_ERROR = "PublishError"
 """An engine refused this run's adapter version."""
 DEADLINE_EXCEEDED = "DeadlineExceeded"
 """activeDeadlineSeconds or registrationDeadlineSeconds passed."""
+INTERNAL_ERROR = "InternalError"
+"""The runtime met a fault of its own while it worked for this run; its log has the traceback."""
 
 FAILURE_REASONS = frozenset({
     POOL_NOT_FOUND, POOL_NOT_ALLOWED, INVALID_SPEC, RANK_TOO_LARGE, STALENESS_TOO_LARGE, TARGETS_NOT_SERVED,
     DATA_ERROR, REWARD_ERROR, NON_FINITE, CHECKPOINT_MISMATCH, INIT_ERROR, STORAGE_ERROR, TRAINER_CRASHED,
-    PUBLISH_ERROR, DEADLINE_EXCEEDED,
+    PUBLISH_ERROR, DEADLINE_EXCEEDED, INTERNAL_ERROR,
 })  # fmt: skip
 """Reasons that a Failed condition may carry."""
 
@@ -120,3 +122,19 @@ NOT_SUSPENDED = "NotSuspended"
 """spec.suspend is false."""
 SETTLED = "Settled"
 """Nothing left to do."""
+VERIFIED = "Verified"
+"""The trainer's and every engine's own listing shows nothing of the run any more."""
+POOL_GONE = "PoolGone"
+"""The pool does not exist any more, so it holds nothing."""
+FORCE_RELEASED = "ForceReleased"
+"""The force-release annotation gave up the wait for the deregistration."""
+CLUSTER_UNSUPPORTED = "ClusterUnsupported"
+"""The pool has no endpoint, and this version does not make RayClusters."""
+SYNCING = "Syncing"
+"""The runtime was reached and is being told which runs exist."""
+STATUS_WRITE_REJECTED = "StatusWriteRejected"
+"""The API server refused a status as invalid (Event)."""
+RESUMED = "Resumed"
+"""The run is registered again after a suspension or a restart (Event)."""
+ENDPOINT_IN_USE = "EndpointInUse"
+"""Another AdapterPool already adopts the runtime at this endpoint."""

@@ -1,0 +1,91 @@
+"""CEL rules of the CRDs: what the API server itself refuses, with plain messages. Pure data for `generate`."""
+
+from typing import Any
+
+from lorafleet_api.v1alpha1.adapterrun import IMMUTABLE_FIELDS
+
+Rule = dict[str, Any]
+
+_REQUIRED = frozenset({"poolRef", "data"})
+_FINISHED = (
+    "has(oldSelf.status) && has(oldSelf.status.conditions) && "
+    "oldSelf.status.conditions.exists(c, c.type == 'Finished' && c.status == 'True')"
+)
+
+
+def run_spec_rules() -> list[Rule]:
+    """Rules on AdapterRun.spec: immutable fields, growth only, one reward."""
+    rules = [_immutable(name) for name in IMMUTABLE_FIELDS]
+    rules += [_grows(name) for name in ("numStep", "numEpoch")]
+    rules.append(
+        {
+            "rule": "!oldSelf.cancel || self.cancel",
+            "message": "cancel is one way and cannot be unset; create a new AdapterRun instead",
+            "fieldPath": ".cancel",
+        }
+    )
+    rules.append(
+        {
+            "rule": "[has(self.rmType), has(self.customRmPath), has(self.reward)].filter(x, x).size() <= 1",
+            "message": "rmType, customRmPath and reward exclude each other; keep one of them",
+        }
+    )
+    return rules
+
+
+def run_rules() -> list[Rule]:
+    """Rules on the whole AdapterRun: numStep against what the run has already done."""
+    return [
+        {
+            "rule": f"!({_FINISHED}) || (has(self.spec.numStep) == has(oldSelf.spec.numStep) && "
+            "(!has(self.spec.numStep) || self.spec.numStep == oldSelf.spec.numStep))",
+            "message": "numStep cannot change after the run finished; create a new AdapterRun with initFrom instead",
+            "fieldPath": ".spec.numStep",
+        },
+        {
+            "rule": "!has(self.spec.numStep) || has(oldSelf.spec.numStep) || !has(oldSelf.status) || "
+            "!has(oldSelf.status.targetStep) || self.spec.numStep >= oldSelf.status.targetStep",
+            "message": "numStep may only grow: it is below status.targetStep",
+            "fieldPath": ".spec.numStep",
+        },
+    ]
+
+
+def _immutable(name: str) -> Rule:
+    rule = f"self.{name} == oldSelf.{name}"
+    if name not in _REQUIRED:
+        rule = f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || {rule})"
+    return {
+        "rule": rule,
+        "message": f"{name} cannot change after creation; create a new AdapterRun instead",
+        "fieldPath": f".{name}",
+    }
+
+
+def _grows(name: str) -> Rule:
+    return {
+        "rule": f"!has(oldSelf.{name}) || (has(self.{name}) && self.{name} >= oldSelf.{name})",
+        "message": f"{name} may only grow",
+        "fieldPath": f".{name}",
+    }
+
+
+NESTED_RULES: dict[str, list[Rule]] = {
+    "run.reward": [{
+        "rule": "has(self.remote) != has(self.configMapRef)",
+        "message": "reward: set exactly one of remote and configMapRef",
+    }],
+    "run.optimizer.betas": [{
+        "rule": "self.all(b, b >= 0.0 && b < 1.0)",
+        "message": "betas: each must be in [0, 1); for example [0.9, 0.98]",
+    }],
+    "pool.baseModel": [{
+        "rule": "has(self.name) != has(self.path)",
+        "message": "baseModel: set exactly one of name and path",
+    }],
+    "pool.storage": [{
+        "rule": "!(has(self.path) && has(self.pvc))",
+        "message": "storage: set only one of path and pvc",
+    }],
+}  # fmt: skip
+"""Rules on nested fields, by kind and path below spec."""

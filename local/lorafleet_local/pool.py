@@ -1,0 +1,79 @@
+"""The demo's AdapterPool: its spec, the runtime's configuration file and the manifests that `stack` applies.
+
+Called by `stack`. Sized for 2 cores and 24 GiB. Pure: returns documents, writes nothing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+POOL_NAME = "local"
+"""The pool that manifests/examples name in poolRef."""
+NAMESPACE = "default"
+TOKEN_SECRET = "local-runtime-token"
+
+Document = dict[str, Any]
+
+
+def pool_spec(model: Path, storage: Path) -> Document:
+    """The AdapterPool spec, in wire form, without `endpoint`.
+
+    Args:
+        model: directory of the converted base model.
+        storage: checkpoints and data.
+    """
+    return {
+        "baseModel": {"path": str(model), "dtype": "float32"},
+        "slots": 4,
+        "maxRank": 8,
+        "trainer": {"deterministic": True, "numThreads": 2, "microBatchTokens": 2048},
+        "engines": {
+            "maxModelLen": 128,
+            "maxNumSeqs": 128,
+            "kvCacheBytes": 512 << 20,
+            "numThreads": 2,
+        },
+        "rollout": {"globalBatchSize": 128, "workers": 1},
+        "defaults": {"maxStaleness": 0},
+        "storage": {"path": str(storage)},
+        "rewardModules": ["lorafleet_local.rewards"],
+    }
+
+
+def runtime_config(spec: Document, port: int, folder: Path, ray_temp_dir: str) -> Document:
+    """The configuration file of `lorafleet-runtime`.
+
+    Args:
+        spec: from `pool_spec`.
+        port: of the HTTP API.
+        folder: the state folder; holds the token and the runtime's own state file.
+        ray_temp_dir: a short path.
+    """
+    return {
+        "pool": {"namespace": NAMESPACE, "name": POOL_NAME, "spec": spec},
+        "port": port,
+        "tokenFile": str(folder / "token"),
+        "storageRoot": spec["storage"]["path"],
+        "rayTempDir": ray_temp_dir,
+        "stateFile": str(folder / "runtime.json"),
+    }
+
+
+def pool_manifest(spec: Document, url: str) -> Document:
+    """The AdapterPool object that adopts the runtime at `url`."""
+    return {
+        "apiVersion": "lorafleet.dev/v1alpha1",
+        "kind": "AdapterPool",
+        "metadata": {"name": POOL_NAME, "namespace": NAMESPACE},
+        "spec": {**spec, "endpoint": {"url": url, "tokenSecretRef": {"name": TOKEN_SECRET, "key": "token"}}},
+    }
+
+
+def token_secret(token: str) -> Document:
+    """The Secret that the pool's endpoint names."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": TOKEN_SECRET, "namespace": NAMESPACE},
+        "type": "Opaque",
+        "stringData": {"token": token},
+    }

@@ -1,0 +1,241 @@
+"""Background processes of one stack: start them, know them again after a restart of this program, stop exactly those.
+
+Called by `controlplane`, `stack` and `supervise`. A process is known by pid and kernel start time, so a reused pid is
+never touched. Every process also carries the stack's id in its environment: that finds what detached itself from its
+parent (Ray's daemons) or was started in the instant before this program was killed. Never matches by name.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+STACK_ENV = "LORAFLEET_STACK_ID"
+_POLL_SECONDS = 0.05
+_LINGER_SECONDS = 3.0
+"""What descendants get to end by themselves once their root is gone."""
+
+
+class StartError(Exception):
+    """A part of the stack did not start; the message holds the end of its log and the log's path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that this stack started."""
+
+    name: str
+    pid: int
+    started: int
+    """Kernel start time in clock ticks since boot; tells a reused pid apart, whatever the wall clock does."""
+    log: str
+
+
+def start(name: str, argv: list[str], log: Path, stack_id: str, env: Mapping[str, str] | None = None) -> Process:
+    """Start `argv` in a session of its own, output appended to `log`.
+
+    Args:
+        name: for messages and the state file.
+        argv: command line.
+        log: made with its folder when it is missing.
+        stack_id: marks the process and all that it starts.
+        env: added to this program's environment.
+
+    Raises:
+        OSError: the command cannot be executed.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **(env or {}), STACK_ENV: stack_id}
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment
+        )
+    return Process(name, child.pid, _start_ticks(child.pid) or 0, str(log))
+
+
+def find(process: Process) -> psutil.Process | None:
+    """The live process, or None when it ended (a zombie counts as ended) or its pid belongs to another."""
+    if _start_ticks(process.pid) != process.started:
+        return None
+    try:
+        found = psutil.Process(process.pid)
+        return None if found.status() == psutil.STATUS_ZOMBIE else found
+    except psutil.NoSuchProcess:
+        return None
+
+
+def stop(processes: Iterable[Process], grace_seconds: float) -> list[str]:
+    """SIGTERM the processes, wait for them, then SIGKILL what is left of them and of their descendants.
+
+    Returns:
+        Names or command lines of what had to be killed.
+    """
+    roots = [live for process in processes if (live := find(process)) is not None]
+    family = _with_descendants(roots)
+    for root in roots:
+        _signal(root, signal.SIGTERM)
+    _wait_gone(roots, grace_seconds)
+    _wait_gone(family, _LINGER_SECONDS)
+    killed = [f"{p.pid} {_describe(p)}" for p in family if _is_running(p)]
+    for survivor in family:
+        _signal(survivor, signal.SIGKILL)
+    _wait_gone(family, 5.0)
+    return killed
+
+
+def sweep(stack_id: str, grace_seconds: float) -> list[str]:
+    """Stop everything that still carries the stack's id, whoever its parent is now.
+
+    Returns:
+        Command lines of what was found.
+    """
+    found = _with_descendants(_marked(stack_id))
+    described = [f"{p.pid} {_describe(p)}" for p in found]
+    for process in found:
+        _signal(process, signal.SIGTERM)
+    _wait_gone(found, grace_seconds)
+    for process in [*found, *_marked(stack_id)]:
+        _signal(process, signal.SIGKILL)
+    _wait_gone(found, 5.0)
+    return described
+
+
+def wait_until(
+    what: str,
+    check: Callable[[], bool],
+    timeout: float,
+    process: Process | None = None,
+    poll_seconds: float = _POLL_SECONDS,
+) -> None:
+    """Poll `check` until it is true.
+
+    Args:
+        what: named in the error.
+        check: cheap and free of side effects.
+        timeout: seconds.
+        process: when it ends before `check` holds, waiting is pointless.
+        poll_seconds: pause between two checks.
+
+    Raises:
+        StartError: time is up or the process ended.
+    """
+    deadline = time.monotonic() + timeout
+    while not check():
+        if process is not None and find(process) is None:
+            raise StartError(f"{what}: the process {process.name} ended\n{log_tail(process.log)}")
+        if time.monotonic() > deadline:
+            tail = f"\n{log_tail(process.log)}" if process is not None else ""
+            raise StartError(f"{what}: not ready after {timeout:.0f} s{tail}")
+        time.sleep(poll_seconds)
+
+
+def log_tail(log: str, lines: int = 20) -> str:
+    """The last lines of a log, indented, with its path."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 16384))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"  (log {log}: {error.strerror})"
+    kept = "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+    return f"{kept}\n  (log: {log})"
+
+
+def peak_rss_bytes(stack_id: str, roots: Iterable[Process]) -> dict[str, int]:
+    """Peak resident memory (VmHWM) of every live process of the stack, by a short name; children are listed apart."""
+    live = [p for process in roots if (p := find(process)) is not None]
+    peaks: dict[str, int] = {}
+    for process in {p.pid: p for p in [*_with_descendants(live), *_marked(stack_id)]}.values():
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            name = _short_name(process)
+        except (OSError, psutil.Error):
+            continue
+        peak = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+        peaks[name] = max(peaks.get(name, 0), peak)
+    return peaks
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
+
+
+def _short_name(process: psutil.Process) -> str:
+    argv = process.cmdline()
+    if argv and argv[0].startswith("ray::"):
+        return argv[0].split()[0].replace("ray::", "ray-")
+    words = [Path(word).name for word in argv[:4] if not word.startswith("-")]
+    scripts = [word for word in words if not word.startswith("python")]
+    return "-".join(scripts[:2]) if scripts and scripts[0] == "lorafleet-runtime" else (scripts or [process.name()])[0]
+
+
+def _marked(stack_id: str) -> list[psutil.Process]:
+    wanted = f"{STACK_ENV}={stack_id}".encode()
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        try:
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if wanted in environment.split(b"\0"):
+            found.append(process)
+    return found
+
+
+def _with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
+    family = {}
+    for root in roots:
+        try:
+            members = [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+        family.update({member.pid: member for member in members if member.pid != os.getpid()})
+    return list(family.values())
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)  # psutil compares the start time first
+    except psutil.NoSuchProcess:
+        return
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _wait_gone(processes: list[psutil.Process], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while any(_is_running(process) for process in processes) and time.monotonic() < deadline:
+        _reap(processes)
+        time.sleep(_POLL_SECONDS)
+    _reap(processes)
+
+
+def _reap(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            os.waitpid(process.pid, os.WNOHANG)
+        except ChildProcessError:
+            continue  # not a child of this program
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:120] or process.name()
+    except psutil.Error:
+        return "(gone)"

@@ -1,0 +1,278 @@
+"""The one-machine stack: control plane, runtime and operator, brought up, looked at and taken down.
+
+    up():  runtime (slow; started first, waited for last)
+           control plane -> CRDs, RBAC, Secret -> operator -> AdapterPool -> wait for Ready
+    down(): operator and runtime -> controller manager -> API server -> etcd -> whatever still carries the stack's id
+
+Called by `main`, `demo` and the cluster tests. A failed or interrupted `up` takes everything down again.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from lorafleet_local import pool
+from lorafleet_local.api import Api, condition
+from lorafleet_local.binaries import BinaryError, find_binaries
+from lorafleet_local.certs import write_private
+from lorafleet_local.controlplane import ControlPlane, start_control_plane
+from lorafleet_local.kubectl import Kubectl, KubectlError, find_kubectl
+from lorafleet_local.model import ModelError, ensure_model
+from lorafleet_local.paths import repo_root
+from lorafleet_local.processes import Process, StartError, find, log_tail, start, stop, sweep, wait_until
+from lorafleet_local.report import Reporter
+from lorafleet_local.state import State, exclusive
+from lorafleet_local.supervise import GRACE_SECONDS
+
+START_ERRORS = (StartError, KubectlError, BinaryError, ModelError)
+"""What `up` raises for reasons that a user can act on."""
+_POOL_READY_SECONDS = 300.0
+_APPLY_SECONDS = 60.0
+_CONTROL_PLANE = ("kube-controller-manager", "kube-apiserver", "etcd")
+
+
+__all__ = ["START_ERRORS", "Stack", "down", "find_kubectl", "load", "status", "up"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A running stack."""
+
+    state: State
+    kubeconfig: Path
+    apiserver_url: str
+    runtime_url: str
+    storage: Path
+    token_file: Path
+
+    @property
+    def kubectl(self) -> Kubectl:
+        """kubectl as the administrator of this cluster."""
+        return Kubectl(self.kubeconfig)
+
+    def api(self) -> Api:
+        """A reading client of this cluster."""
+        return Api(self.apiserver_url, self.state.folder)
+
+
+def up(folder: Path, reporter: Reporter, progress_seconds: float = 2.0) -> Stack:
+    """Bring the stack up; a stack that is already up is left alone.
+
+    Args:
+        folder: state folder.
+        reporter: told what is done and what is waited for.
+        progress_seconds: least time between two progress writes of the operator for one run.
+
+    Raises:
+        StartError: a part did not come up; the message ends with its log.
+        KubectlError: an object could not be applied.
+    """
+    with exclusive(folder):
+        state = State.load(folder)
+        if state.ready and all(find(process) is not None for process in state.processes):
+            reporter.say("the stack is already up")
+            return _stack(state)
+        _take_down(state, reporter)
+        state.save()
+        try:
+            return _bring_up(state, reporter, progress_seconds)
+        except BaseException:
+            reporter.say("start failed or interrupted: stopping what was started")
+            _take_down(state, reporter)
+            raise
+
+
+def down(folder: Path, reporter: Reporter) -> None:
+    """Stop every process of the stack; objects, checkpoints and logs stay."""
+    with exclusive(folder):
+        _take_down(State.load(folder), reporter)
+
+
+def status(folder: Path) -> dict[str, bool]:
+    """Which processes of the stack live, by name."""
+    return {process.name: find(process) is not None for process in State.load(folder).processes}
+
+
+def load(folder: Path) -> Stack | None:
+    """The stack in `folder` if it is up."""
+    state = State.load(folder)
+    alive = state.ready and all(find(process) is not None for process in state.processes)
+    return _stack(state) if alive else None
+
+
+def _stack(state: State) -> Stack:
+    return Stack(
+        state=state,
+        kubeconfig=state.folder / "kubeconfig",
+        apiserver_url=f"https://127.0.0.1:{state.ports['apiserver']}",
+        runtime_url=f"http://127.0.0.1:{state.ports['runtime']}",
+        storage=state.folder / "storage",
+        token_file=state.folder / "token",
+    )
+
+
+def _bring_up(state: State, reporter: Reporter, progress_seconds: float) -> Stack:
+    binaries = find_binaries()
+    spec = pool.pool_spec(ensure_model(), state.folder / "storage")
+    with reporter.phase("runtime start"):
+        runtime = _start_runtime(state, spec)
+    reporter.say("runtime: started (Ray, trainer and engine load in the background)")
+    with reporter.phase("control plane"):
+        plane = start_control_plane(state, binaries)
+    reporter.say(f"control plane: ready at {plane.url}")
+    stack = _stack(state)
+    with reporter.phase("objects"):
+        _apply_base(stack.kubectl)
+        _apply(stack.kubectl, pool.token_secret(stack.token_file.read_text().strip()))
+        operator = _start_operator(state, plane, progress_seconds)
+        _apply(stack.kubectl, pool.pool_manifest(spec, stack.runtime_url))
+    reporter.say("objects: CRDs, RBAC, token Secret and AdapterPool applied; operator: started")
+    with reporter.phase("pool ready"):
+        _wait_pool_ready(stack, (runtime, operator), reporter)
+    state.ready = True
+    state.save()
+    reporter.say(f"AdapterPool {pool.POOL_NAME}: Ready")
+    return stack
+
+
+def _start_runtime(state: State, spec: pool.Document) -> Process:
+    folder = state.folder
+    (folder / "storage").mkdir(exist_ok=True)
+    if not (folder / "token").is_file():
+        write_private(folder / "token", secrets.token_urlsafe(32).encode() + b"\n")
+    # Short on purpose: Ray's sockets live below it and their paths end at 107 bytes.
+    state.ray_temp_dir = tempfile.mkdtemp(prefix="lf-", dir="/tmp")
+    config = pool.runtime_config(spec, state.port("runtime"), folder, state.ray_temp_dir)
+    state.save()
+    path = folder / "runtime.yaml"  # JSON is YAML
+    write_private(path, json.dumps(config, indent=2).encode() + b"\n")
+    # There is no other node that could take over: Ray's default would wait 30 s for actors that never leave.
+    env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    return _supervised(state, "runtime", [_script("lorafleet-runtime"), "head", "--config", str(path)], env)
+
+
+def _start_operator(state: State, plane: ControlPlane, progress_seconds: float) -> Process:
+    argv = [
+        _script("lorafleet-operator"),
+        "--kubeconfig", str(plane.operator_kubeconfig),
+        "--namespace", pool.NAMESPACE,
+        "--host", "127.0.0.1",
+        "--metrics-port", str(state.port("operator-metrics")),
+        "--health-port", str(state.port("operator-health")),
+    ]  # fmt: skip
+    return _supervised(state, "operator", argv, {"LORAFLEET_PROGRESS_SECONDS": f"{progress_seconds:g}"})
+
+
+def _supervised(state: State, name: str, argv: list[str], env: dict[str, str] | None = None) -> Process:
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "NO_PROXY": ",".join(filter(None, ["127.0.0.1,localhost", os.environ.get("NO_PROXY")])),
+        "PYTHONUNBUFFERED": "1",
+        **(env or {}),
+    }
+    command = [sys.executable, "-m", "lorafleet_local.supervise", name, "--", *argv]
+    return state.add(start(name, command, state.log(name), state.stack_id, environment))
+
+
+def _script(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+def _apply_base(kubectl: Kubectl) -> None:
+    base = repo_root() / "manifests" / "base"
+    crds = base / "crds"
+    kubectl("apply", "--server-side", "--force-conflicts", "-f", str(crds))
+
+    def established() -> bool:
+        try:
+            kubectl("wait", "--for=condition=Established", "--timeout=10s", "-f", str(crds))
+        except KubectlError:  # it can fail at once while a new CRD has no status yet
+            return False
+        return True
+
+    wait_until("CRDs established", established, _APPLY_SECONDS)
+    for path in sorted(base.glob("*.yaml")):
+        kubectl("apply", "--server-side", "--force-conflicts", "-f", str(path))
+
+
+def _apply(kubectl: Kubectl, document: pool.Document) -> None:
+    kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(document))
+
+
+def _wait_pool_ready(stack: Stack, processes: tuple[Process, ...], reporter: Reporter) -> None:
+    api = stack.api()
+
+    def ready() -> bool:
+        for process in processes:
+            if find(process) is None:
+                raise StartError(f"the {process.name} ended\n{log_tail(process.log)}")
+        try:
+            found = condition(api.get("adapterpools", pool.POOL_NAME, pool.NAMESPACE), "Ready")
+        except httpx.HTTPError as error:
+            found = {"status": "Unknown", "reason": type(error).__name__, "message": str(error)}
+        reporter.waiting(f"AdapterPool Ready: {found['status']} ({found['reason']}) {found.get('message', '')}")
+        return bool(found["status"] == "True")
+
+    try:
+        wait_until(f"AdapterPool {pool.POOL_NAME} Ready", ready, _POOL_READY_SECONDS, poll_seconds=0.25)
+    except StartError as error:
+        if any(find(process) is None for process in processes):
+            raise  # its log is in the message
+        tails = "\n".join(f"{process.name}:\n{log_tail(process.log)}" for process in processes)
+        raise StartError(f"{error}\n{tails}") from error
+    finally:
+        api.close()
+
+
+def _take_down(state: State, reporter: Reporter) -> None:
+    with _uninterrupted():
+        supervised = [process for process in state.processes if process.name not in _CONTROL_PLANE]
+        if any(find(process) is not None for process in state.processes):
+            reporter.say("stopping")
+        killed = stop(supervised, GRACE_SECONDS + 5.0)
+        for name in _CONTROL_PLANE:
+            killed += stop([process for process in state.processes if process.name == name], 10.0)
+        killed += sweep(state.stack_id, 3.0)
+        for line in killed:
+            reporter.say(f"had to kill {line}")
+        if state.processes:
+            reporter.say("all processes are gone")
+        if state.ray_temp_dir is not None:
+            _keep_ray_logs(Path(state.ray_temp_dir), state.folder / "log" / "ray")
+        state.processes, state.ray_temp_dir, state.ready = [], None, False
+        if state.folder.is_dir() and (state.folder / "state.json").exists():
+            state.save()
+
+
+def _keep_ray_logs(ray_temp_dir: Path, target: Path) -> None:
+    logs = ray_temp_dir / "session_latest" / "logs"
+    if logs.is_dir():
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(logs, target, symlinks=True, ignore_dangling_symlinks=True)
+    shutil.rmtree(ray_temp_dir, ignore_errors=True)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a second Ctrl-C not leave half of the processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

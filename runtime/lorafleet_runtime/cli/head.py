@@ -1,0 +1,146 @@
+"""The supervisor: starts the Ray head, runs `serve`, and starts it again when it dies, without taking Ray down."""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from lorafleet_runtime.config.config import RuntimeConfig
+from lorafleet_runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_SECONDS = 0.5
+_LONGEST_BACKOFF_SECONDS = 30.0
+_STABLE_SECONDS = 60.0
+_STOP_SECONDS = 10.0
+
+
+def supervise(config_path: Path, config: RuntimeConfig) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status.
+
+    A `serve` that exits with 2 (its configuration cannot work) ends the supervisor too: a restart would not help.
+
+    Raises:
+        ConfigError: the Ray head does not start.
+    """
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    ray_head, address = _start_ray(config)
+    try:
+        return _keep_serving(config_path, config, ray_head, address, stop)
+    finally:
+        _stop(ray_head, "the Ray head")
+
+
+def _keep_serving(
+    config_path: Path, config: RuntimeConfig, ray_head: "subprocess.Popen[bytes]", address: str, stop: threading.Event
+) -> int:
+    command = [sys.executable, "-m", "lorafleet_runtime.cli", "serve", "--config", str(config_path)]
+    backoff = _FIRST_BACKOFF_SECONDS
+    while True:
+        started = time.monotonic()
+        serve = subprocess.Popen([*command, "--ray-address", address])
+        _write_state(config, ray_head.pid, serve.pid, address)
+        while serve.poll() is None and ray_head.poll() is None and not stop.is_set():
+            stop.wait(0.2)
+        if stop.is_set():
+            _stop(serve, "serve")
+            return 0
+        if ray_head.poll() is not None:
+            log.error("the Ray head exited with %s; this supervisor ends too", ray_head.returncode)
+            _stop(serve, "serve")
+            return 1
+        if serve.returncode == 2:
+            return 2
+        if time.monotonic() - started > _STABLE_SECONDS:
+            backoff = _FIRST_BACKOFF_SECONDS
+        log.error("serve exited with %s; starting it again in %.1f s", serve.returncode, backoff)
+        stop.wait(backoff)
+        backoff = min(2 * backoff, _LONGEST_BACKOFF_SECONDS)
+
+
+def _start_ray(config: RuntimeConfig) -> "tuple[subprocess.Popen[bytes], str]":
+    """Start `ray start --head --block` on free ports of 127.0.0.1 (or of the pod's address) and wait for it."""
+    host = "127.0.0.1" if config.local_resources else socket.gethostbyname(socket.gethostname())
+    port = _free_port() if config.local_resources else 6379
+    command = [
+        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats",
+        f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false",
+        f"--ray-client-server-port={_free_port()}", f"--dashboard-agent-listen-port={_free_port()}",
+        f"--object-store-memory={config.object_store_bytes}",
+    ]  # fmt: skip
+    if config.local_resources:
+        command.append("--num-cpus=0")
+    if config.ray_temp_dir is not None:
+        command.append(f"--temp-dir={config.ray_temp_dir}")
+    # A token of this head's own: Ray's default one lies in the home folder, where two heads overwrite each other's.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # Nothing in Ray outlives a stop: checkpoints are on storage, so draining would only make the stop slow.
+    process = subprocess.Popen(command, env=os.environ | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"})
+    deadline = time.monotonic() + 60
+    while not _listens(host, port):
+        if process.poll() is not None or time.monotonic() > deadline:
+            _stop(process, "the Ray head")
+            raise ConfigError(f"the Ray head did not start on {host}:{port}; its output above says why")
+        time.sleep(0.1)
+    return process, f"{host}:{port}"
+
+
+def _write_state(config: RuntimeConfig, ray_pid: int, serve_pid: int, address: str) -> None:
+    if config.state_file is None:
+        return
+    state = {"headPid": os.getpid(), "rayPid": ray_pid, "servePid": serve_pid, "rayAddress": address}
+    temporary = config.state_file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(state))
+    temporary.replace(config.state_file)
+
+
+def _stop(process: "subprocess.Popen[bytes]", what: str) -> None:
+    """SIGTERM, then SIGKILL for it and for every descendant that it leaves behind."""
+    try:
+        tree = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        tree = []
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("%s did not stop in %.0f s; killing it", what, _STOP_SECONDS)
+            process.kill()
+            process.wait()
+    _, left = psutil.wait_procs(tree, timeout=1.0)
+    for child in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(left, timeout=_STOP_SECONDS)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, port)) == 0

@@ -1,0 +1,152 @@
+"""Reads a JSONL or parquet file of prompts into plain rows; owns path rules and the digest.
+
+Called by `prompts`. Both formats give equal rows: keys whose value is null are dropped at every depth, because Arrow
+gives each struct the union of all keys. Knows nothing of tokenizers or runs.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+from lorafleet_api.v1alpha1.reasons import DATA_ERROR
+
+from lorafleet_runtime.errors import RunError
+
+OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "hf")
+"""URL schemes that a run may name. Others (file, http, chained ones) would reach past the pool's storage."""
+
+_JSONL = (".jsonl", ".ndjson")
+_PARQUET = (".parquet", ".pq")
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file's rows. `rows` and `places` have the same length."""
+
+    name: str
+    """The path as the user wrote it, for messages."""
+    rows: tuple[dict[str, Any], ...]
+    """Row objects without null values."""
+    places: tuple[str, ...]
+    """Where each row is, for messages: "line 3" or "row 3", counted from 1."""
+    columns: tuple[str, ...]
+    """Every column, sorted; for JSONL the keys of all rows."""
+    digest: str
+    """SHA-256 of the file's bytes, hexadecimal."""
+
+
+def read_file(data: str, storage_root: Path, field: str = "data") -> DataFile:
+    """Read the whole file.
+
+    Args:
+        data: a path on the pool's storage (relative to its root, or absolute inside it), or an object store URL.
+        storage_root: the root of the pool's storage.
+        field: the spec field to name in messages.
+
+    Raises:
+        RunError: DataError; the file is missing, outside the storage, malformed or empty.
+    """
+    content = _read_bytes(data, storage_root, field)
+    suffix = PurePosixPath(data).suffix.lower()
+    if suffix in _PARQUET:
+        rows, columns = _parse_parquet(content, data, field)
+        places = [f"row {i}" for i in range(1, len(rows) + 1)]
+    elif suffix in _JSONL:
+        rows, places = _parse_jsonl(content, data, field)
+        columns = sorted({key for row in rows for key in row})
+    else:
+        raise _error(field, data, f"has suffix {suffix!r}; give a .jsonl or .parquet file")
+    if not rows:
+        raise _error(field, data, "has no rows; give a file with at least one prompt")
+    rows = [drop_nulls(row) for row in rows]
+    return DataFile(data, tuple(rows), tuple(places), tuple(columns), hashlib.sha256(content).hexdigest())
+
+
+def drop_nulls(value: Any) -> Any:
+    """The value without dictionary keys whose value is None, at every depth; list elements stay."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    return value
+
+
+def resolve_path(data: str, storage_root: Path, field: str = "data") -> Path:
+    """The file on the pool's storage, with symbolic links followed.
+
+    Raises:
+        RunError: DataError; it lies outside the storage.
+    """
+    try:
+        root = storage_root.resolve()
+        path = (root / data).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a loop of links
+        raise _error(field, data, f"is no usable path ({error}); give a path on the pool's storage") from error
+    if not path.is_relative_to(root):
+        raise _error(field, data, "lies outside the pool's storage; give a path relative to the storage root")
+    return path
+
+
+def _read_bytes(data: str, storage_root: Path, field: str) -> bytes:
+    if "://" in data or "::" in data:
+        return _read_url(data, field)
+    path = resolve_path(data, storage_root, field)
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise _error(field, data, "does not exist on the pool's storage; upload it or correct the path") from error
+    except OSError as error:
+        raise _error(field, data, f"cannot be read ({error.strerror}); give a readable file") from error
+
+
+def _read_url(data: str, field: str) -> bytes:
+    scheme = data.partition("://")[0]
+    if scheme not in OBJECT_STORES or "::" in data:
+        raise _error(
+            field, data, f"uses a URL other than {', '.join(OBJECT_STORES)}; give a path on the pool's storage"
+        )
+    try:
+        with fsspec.open(data, "rb") as file:
+            content: bytes = file.read()
+    except (OSError, ImportError, ValueError) as error:
+        raise _error(
+            field, data, f"cannot be read ({type(error).__name__}: {error}); check URL and credentials"
+        ) from error
+    return content
+
+
+def _parse_jsonl(content: bytes, data: str, field: str) -> tuple[list[dict[str, Any]], list[str]]:
+    rows: list[dict[str, Any]] = []
+    places: list[str] = []
+    # Split on the newline byte only: str.splitlines would also split inside a JSON string at U+2028.
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise _error(field, data, f"line {number} is not JSON ({error}); write one JSON object per line") from error
+        if not isinstance(row, dict):
+            raise _error(field, data, f"line {number} is a {type(row).__name__}; write one JSON object per line")
+        rows.append(row)
+        places.append(f"line {number}")
+    return rows, places
+
+
+def _parse_parquet(content: bytes, data: str, field: str) -> tuple[list[dict[str, Any]], list[str]]:
+    try:
+        table = pyarrow.parquet.read_table(pyarrow.BufferReader(content))
+        rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+    except (pyarrow.ArrowException, OSError, KeyError, ValueError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise _error(field, data, f"is no readable parquet file ({text}); write it again") from error
+    return rows, sorted(table.column_names)
+
+
+def _error(field: str, data: str, problem: str) -> RunError:
+    return RunError(DATA_ERROR, f"{field}: {data!r} {problem}")

@@ -1,0 +1,102 @@
+"""The parts of one running pool, and what is known per run beside the registry."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lorafleet_runtime.config.config import RuntimeConfig
+from lorafleet_runtime.loop.buffers import Buffers, CursorTracker
+from lorafleet_runtime.loop.engines import EngineSet
+from lorafleet_runtime.loop.signal import Signal
+from lorafleet_runtime.loop.trainer import TrainerHandle
+from lorafleet_runtime.loop.workers import WorkerSet
+from lorafleet_runtime.metrics import RuntimeMetrics
+from lorafleet_runtime.registry.registry import Registry
+from lorafleet_runtime.registry.run import Run
+from lorafleet_runtime.storage import run_directory
+from lorafleet_runtime.types import Cursor, PromptGroup
+
+log = logging.getLogger(__name__)
+
+_RECENT_GROUPS = 64
+
+
+@dataclass(slots=True)
+class RunState:
+    """What the loop keeps of one incarnation of a run."""
+
+    incarnation: str
+    tracker: CursorTracker
+    step_cursor: Cursor
+    """The cursor at the last step boundary: what a checkpoint taken now must say."""
+    in_flight: int = 0
+    in_training: int = 0
+    """Groups taken from the buffer whose batch is not committed yet."""
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stepping: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while weights and step_cursor move together, so that a checkpoint sees both or neither."""
+    recent: deque[tuple[int, PromptGroup]] = field(default_factory=lambda: deque(maxlen=_RECENT_GROUPS))
+    """(step that the group went into, group), newest last."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Everything that the three tasks of the loop share."""
+
+    config: RuntimeConfig
+    registry: Registry
+    signal: Signal
+    trainer: TrainerHandle
+    engines: EngineSet
+    workers: WorkerSet
+    metrics: RuntimeMetrics
+    buffers: Buffers = field(default_factory=Buffers)
+    states: dict[str, RunState] = field(default_factory=dict)
+    suspects: set[str] = field(default_factory=set)
+    """Runs that were in a batch when the trainer died; they train alone until a batch succeeds."""
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def state(self, run: Run) -> RunState | None:
+        """The state of this incarnation, or None before it is loaded."""
+        state = self.states.get(run.uid)
+        return state if state is not None and state.incarnation == run.incarnation else None
+
+    def directory(self, run: Run) -> Path:
+        """Where the run's checkpoints lie."""
+        return run_directory(self.config.storage_root, run.namespace, run.name, run.uid)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        """Run in the background; an error that nobody expects is logged with its traceback."""
+        task = asyncio.create_task(coroutine, name=what)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s ended with an error", task.get_name(), exc_info=error)
+        self.signal.set()
+
+    def forget(self, uid: str) -> None:
+        """Drop what is kept of a run that left its slot."""
+        self.buffers.clear(uid)
+        self.states.pop(uid, None)
+        self.suspects.discard(uid)
+
+    def on_trainer_lost(self) -> None:
+        """Live runs load again: nothing sampled or accumulated for the old incarnations counts."""
+        self.registry.trainer_lost()
+        for uid in list(self.states):
+            self.buffers.clear(uid)
+            self.states.pop(uid)
+
+    async def cancel(self) -> None:
+        """End the background tasks."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,114 @@
+"""The rollout task: keeps each run's allowance of prompt groups in flight.
+
+consumes: registry changes, finished groups   produces: PromptGroups into the run's buffer
+waits for: the signal                         unblocked by: a published version, a step, a finished group
+
+Staleness is bounded where groups start. A run may have (maxStaleness + 1 - lag) x groupsPerStep groups outstanding
+(sampling, buffered, training or accumulated), lag being the versions that the engines are behind the trainer. So with
+maxStaleness 0 nothing starts before the version of the last step is on every engine.
+"""
+
+import asyncio
+import logging
+
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.loop.fleet import Fleet, RunState
+from lorafleet_runtime.registry.run import Run
+from lorafleet_runtime.types import DroppedGroup, PromptGroup, RunFault, VersionId
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.5
+
+
+async def rollout(fleet: Fleet) -> None:
+    """Start groups whenever a run has allowance, for ever; one group a turn, so that no run crowds out another."""
+    turn = 0
+    while True:
+        runs = fleet.registry.in_state("ACTIVE")
+        started = True
+        while started:
+            started = False
+            for run in runs[turn % len(runs) :] + runs[: turn % len(runs)] if runs else []:
+                if _in_flight(fleet) >= fleet.config.pool.spec.rollout.max_in_flight_groups:
+                    break
+                if allowance(fleet, run) > 0:
+                    _start_group(fleet, run)
+                    started = True
+            turn += 1
+        await fleet.signal.wait()
+
+
+def allowance(fleet: Fleet, run: Run) -> int:
+    """Groups that the run may start now."""
+    state = fleet.state(run)
+    if state is None or run.state != "ACTIVE":
+        return 0
+    outstanding = run.accumulated_groups + state.in_training + fleet.buffers.count(run.uid) + state.in_flight
+    lag = run.trainer_version - run.weight_version
+    free = (run.spec.max_staleness + 1 - lag) * run.groups_per_step - outstanding
+    if run.target_step is not None:
+        free = min(free, (run.target_step - run.step) * run.groups_per_step - outstanding)
+    cap = run.spec.scheduling.max_in_flight_groups
+    return free if cap is None else min(free, cap - state.in_flight)
+
+
+def _in_flight(fleet: Fleet) -> int:
+    return sum(s.in_flight for s in fleet.states.values())
+
+
+def _start_group(fleet: Fleet, run: Run) -> None:
+    state, version = fleet.state(run), run.version
+    assert state is not None and version is not None
+    index = state.tracker.take()
+    state.in_flight += 1
+    fleet.spawn(_sample_group(fleet, run, state, index, version), f"group {index} of run {run.uid}")
+
+
+async def _sample_group(fleet: Fleet, run: Run, state: RunState, index: int, version: VersionId) -> None:
+    try:
+        outcome = await _ask(fleet, run, index, version)
+    except RunError as error:
+        fleet.registry.fail(error.fault(run.uid))
+        return
+    except Retryable as error:
+        log.info("run %s: group %d: %s; it is sampled again", run.uid, index, error)
+        state.tracker.give_back(index)
+        await asyncio.sleep(_RETRY_SECONDS)
+        return
+    except Exception as error:
+        log.exception("run %s: group %d raised", run.uid, index)
+        text = f"{type(error).__name__}: {error}; the runtime's log has more"
+        fleet.registry.fail(RunFault(run.uid, reasons.INTERNAL_ERROR, text))
+        return
+    finally:
+        state.in_flight -= 1
+    _take(fleet, run, state, outcome)
+
+
+async def _ask(fleet: Fleet, run: Run, index: int, version: VersionId) -> PromptGroup | DroppedGroup:
+    engine = await fleet.engines.acquire()
+    try:
+        return await fleet.workers.run_group(run.uid, run.spec.to_wire(), index, version, engine)
+    except Retryable:
+        await fleet.engines.check(engine)
+        raise
+    finally:
+        fleet.engines.release(engine)
+
+
+def _take(fleet: Fleet, run: Run, state: RunState, outcome: PromptGroup | DroppedGroup) -> None:
+    if fleet.state(run) is not state or run.state != "ACTIVE":
+        return  # a straggler of an incarnation that ended
+    if isinstance(outcome, DroppedGroup):
+        dropped = run.progress.dropped
+        dropped[outcome.reason] = dropped.get(outcome.reason, 0) + 1
+        if outcome.reason == "aborted":
+            state.tracker.give_back(outcome.index)
+        else:
+            state.tracker.consume(outcome.index)
+        return
+    fleet.metrics.rollout_tokens.inc(sum(len(s.token_ids) for s in outcome.samples))
+    fleet.buffers.add(outcome)
+    run.progress.buffered = fleet.buffers.count(run.uid)

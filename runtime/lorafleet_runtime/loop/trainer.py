@@ -1,0 +1,96 @@
+"""The runtime's end of the trainer actor: calls, loss detection and restart."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from lorafleet_runtime.errors import Retryable
+from lorafleet_runtime.remote import call
+
+log = logging.getLogger(__name__)
+
+
+class TrainerHandle:
+    """One trainer at a time. A call that finds it dead raises Retryable and starts a new one.
+
+    Args:
+        spawn: makes the actor; returns its handle.
+        on_lost: runs once per death, before the restart: live runs must load again.
+        on_ready: runs when a new trainer answers.
+    """
+
+    def __init__(
+        self, spawn: Callable[[], Any], on_lost: Callable[[], None], on_ready: Callable[[dict[int, str]], None]
+    ) -> None:
+        self._spawn = spawn
+        self._on_lost = on_lost
+        self._on_ready = on_ready
+        self._actor: Any = None
+        self._ready = asyncio.Event()
+        self._restart: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Spawn the trainer and wait until it has loaded the base model.
+
+        Raises:
+            ConfigError: the base model or the trainer's settings are unusable.
+        """
+        self._actor = self._spawn()
+        slots = await call(self._actor.slots.remote())
+        self._on_ready(slots)
+        self._ready.set()
+
+    async def call(self, method: str, *args: object) -> Any:
+        """Call a trainer method; waits while the trainer restarts.
+
+        Raises:
+            RunError: the run's own fault.
+            Retryable: the trainer died; its runs load again.
+        """
+        await self._ready.wait()
+        actor = self._actor
+        try:
+            return await call(getattr(actor, method).remote(*args))
+        except Retryable:
+            self._lost(actor)
+            raise
+
+    async def export(self, uid: str) -> tuple[Any, Any]:
+        """The run's adapter as (Manifest, reference to the flat buffer); the bytes do not pass through here."""
+        await self._ready.wait()
+        actor = self._actor
+        manifest_ref, buffer_ref = actor.export.options(num_returns=2).remote(uid)
+        try:
+            return await call(manifest_ref), buffer_ref
+        except Retryable:
+            self._lost(actor)
+            raise
+
+    def condemn(self) -> None:
+        """Replace a trainer whose state cannot be trusted any more: it raised in the middle of a batch."""
+        ray.kill(self._actor)
+        self._lost(self._actor)
+
+    def _lost(self, actor: Any) -> None:
+        if actor is not self._actor or not self._ready.is_set():
+            return
+        log.error("the trainer died; starting a new one")
+        self._ready.clear()
+        self._on_lost()
+        self._restart = asyncio.create_task(self._start_again())
+
+    async def _start_again(self) -> None:
+        delay = 1.0
+        while True:
+            try:
+                await self.start()
+            except Exception:
+                log.exception("the trainer did not start; next try in %.0f s", delay)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, 60.0)
+            else:
+                log.warning("a new trainer is ready")
+                return

@@ -1,0 +1,188 @@
+"""The train task: collect, accumulate, commit, step, publish.
+
+consumes: buffered groups                    produces: optimizer steps, versions to publish, checkpoints
+waits for: groups, at most the coalesce wait unblocked by: a finished group
+"""
+
+import logging
+import time
+from collections import defaultdict
+from typing import Any
+
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.loop.buffers import Need
+from lorafleet_runtime.loop.fleet import Fleet
+from lorafleet_runtime.loop.lifecycle import checkpoint
+from lorafleet_runtime.loop.publishing import publish
+from lorafleet_runtime.registry.run import Run
+from lorafleet_runtime.types import BatchResult, PromptGroup, RunBatchStats, RunFault, StepResult
+
+log = logging.getLogger(__name__)
+
+
+async def train(fleet: Fleet) -> None:
+    """Train whatever is ready, for ever."""
+    while True:
+        groups = await collect(fleet)
+        if not groups:
+            continue
+        try:
+            result: BatchResult = await fleet.trainer.call("accumulate", groups)
+            full = commit(fleet, groups, result)
+            for run in full:
+                await step(fleet, run)
+        except Retryable as error:
+            _suspect(fleet, groups, str(error))
+        except Exception as error:
+            log.exception("the trainer raised; its accumulators cannot be trusted, so it is replaced")
+            _suspect(fleet, groups, f"{type(error).__name__}: {error}")
+            fleet.trainer.condemn()
+
+
+async def collect(fleet: Fleet) -> list[PromptGroup]:
+    """Wait for groups and take a batch.
+
+    It ships when it is full (globalBatchSize samples), when it completes some run's step, or when no group arrived
+    for maxCoalesceWaitSeconds.
+    """
+    limits = fleet.config.pool.spec.rollout
+    ready = 0
+    while True:
+        needs = _needs(fleet)
+        now_ready = fleet.buffers.samples_ready(needs)
+        completes = any(fleet.buffers.count(uid) >= need.remaining for uid, need in needs.items())
+        if now_ready and (now_ready >= limits.global_batch_size or completes):
+            break
+        grew, ready = now_ready > ready, now_ready
+        woken = await fleet.signal.wait(
+            timeout=limits.max_coalesce_wait_seconds if ready else limits.max_empty_wait_seconds
+        )
+        if not woken and ready and not grew:
+            break
+        if not woken and not ready:
+            _explain_wait(fleet)
+    batch = fleet.buffers.collect(needs, limits.global_batch_size)
+    for group in batch.groups:
+        fleet.states[group.uid].in_training += 1
+    for group in batch.stale:
+        _drop_stale(fleet, group)
+    for uid in needs:
+        fleet.registry.runs[uid].progress.buffered = fleet.buffers.count(uid)
+    return batch.groups
+
+
+def _needs(fleet: Fleet) -> dict[str, Need]:
+    needs: dict[str, Need] = {}
+    for run in fleet.registry.in_state("ACTIVE"):
+        if fleet.state(run) is None or run.accumulated_groups >= run.groups_per_step:
+            continue
+        needs[run.uid] = Need(
+            remaining=run.groups_per_step - run.accumulated_groups,
+            incarnation=run.incarnation,
+            oldest_version=run.trainer_version - run.spec.max_staleness,
+            weight=run.spec.scheduling.weight,
+        )
+    alone = sorted(uid for uid in fleet.suspects if uid in needs and fleet.buffers.count(uid))
+    if alone:
+        return {alone[0]: needs[alone[0]]}
+    return {uid: need for uid, need in needs.items() if uid not in fleet.suspects}
+
+
+def commit(fleet: Fleet, groups: list[PromptGroup], result: BatchResult) -> list[Run]:
+    """Count what the trainer accumulated, once. Returns the runs whose batch is full."""
+    fleet.metrics.observe_batch(result)
+    faulty = {fault.uid for fault in result.faults}
+    for fault in result.faults:
+        fleet.registry.fail(fault)
+    stats: dict[str, RunBatchStats] = {s.uid: s for s in result.stats}
+    by_uid: dict[str, list[PromptGroup]] = defaultdict(list)
+    for group in groups:
+        by_uid[group.uid].append(group)
+    full: list[Run] = []
+    for uid, mine in by_uid.items():
+        run = fleet.registry.runs.get(uid)
+        state = None if run is None else fleet.state(run)
+        fleet.suspects.discard(uid)
+        if run is None or state is None or uid in faulty:
+            continue
+        state.in_training -= len(mine)
+        for group in mine:
+            state.tracker.consume(group.index)
+            state.recent.append((run.step + 1, group))
+        rewards = [s.reward for g in mine for s in g.samples]
+        mismatch = (stats[uid].mismatch_sum, stats[uid].mismatch_tokens) if uid in stats else (0.0, 0)
+        if fleet.registry.commit(uid, len(mine), rewards, mismatch):
+            full.append(run)
+    return full
+
+
+async def step(fleet: Fleet, run: Run) -> None:
+    """One optimizer step of one run; its new version goes out in the background."""
+    state = fleet.state(run)
+    if state is None or run.state != "ACTIVE":
+        return  # it ended while its batch was training
+    async with state.stepping:
+        outcome: StepResult | RunFault = await fleet.trainer.call("step", run.uid)
+        if isinstance(outcome, RunFault):
+            fleet.registry.fail(outcome)
+            return
+        state.step_cursor = state.tracker.cursor
+        fleet.metrics.observe_step(run, time.time())
+        last = fleet.registry.stepped(outcome, time.time())
+    if last or run.state != "ACTIVE":
+        return  # the lifecycle task writes the final checkpoint
+    manifest, buffer = await fleet.trainer.export(run.uid)
+    fleet.spawn(_publish(fleet, run, run.trainer_version, manifest, buffer), f"publishing run {run.uid}")
+    if run.step % run.spec.checkpoint.interval_steps == 0:
+        await _checkpoint(fleet, run)
+
+
+async def _publish(fleet: Fleet, run: Run, n: int, manifest: Any, buffer: Any) -> None:
+    try:
+        await publish(fleet, run, n, manifest, buffer)
+    except RunError as error:
+        fleet.registry.fail(error.fault(run.uid))
+
+
+async def _checkpoint(fleet: Fleet, run: Run) -> None:
+    try:
+        artifact = await checkpoint(fleet, run)
+    except RunError as error:
+        fleet.registry.fail(error.fault(run.uid))
+        return
+    if artifact is not None:
+        fleet.registry.checkpointed(run.uid, artifact)
+
+
+def _suspect(fleet: Fleet, groups: list[PromptGroup], why: str) -> None:
+    """The trainer died under this batch: its runs train alone from now on; one that kills it alone is failed."""
+    uids = sorted({g.uid for g in groups})
+    fleet.suspects.update(uids)
+    log.error("the trainer died while it worked for %s (%s)", ", ".join(uids), why)
+    if len(uids) > 1:
+        return
+    run = fleet.registry.runs.get(uids[0])
+    if run is None:
+        return
+    run.crashes += 1
+    if run.crashes > run.spec.backoff_limit:
+        limit = run.spec.backoff_limit
+        text = f"the trainer died {run.crashes} times on this run's batches alone; backoffLimit is {limit}; last: {why}"
+        fleet.registry.fail(RunFault(run.uid, reasons.TRAINER_CRASHED, text))
+
+
+def _drop_stale(fleet: Fleet, group: PromptGroup) -> None:
+    run = fleet.registry.runs.get(group.uid)
+    state = None if run is None else fleet.state(run)
+    if run is None or state is None or state.incarnation != group.version.incarnation:
+        return
+    state.tracker.consume(group.index)
+    run.progress.dropped["stale"] = run.progress.dropped.get("stale", 0) + 1
+
+
+def _explain_wait(fleet: Fleet) -> None:
+    for run in fleet.registry.in_state("ACTIVE"):
+        state = fleet.state(run)
+        log.info("run %s waits: %d groups sampling, version %d of %d published", run.uid,
+                 state.in_flight if state else 0, run.weight_version, run.trainer_version)  # fmt: skip

@@ -1,0 +1,167 @@
+"""The record of one run. Only the registry changes it; others read."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
+from lorafleet_api.v1alpha1.wire import (
+    AdapterView,
+    ArtifactView,
+    DroppedView,
+    Outcome,
+    PresenceView,
+    RunState,
+)
+from lorafleet_runtime.types import Artifact, DatasetInfo, VersionId
+
+TERMINAL: frozenset[RunState] = frozenset({"COMPLETED", "FAILED", "SUSPENDED"})
+"""States in which nothing of the run is held anywhere."""
+
+HOLDS_SLOT: frozenset[RunState] = frozenset({"PENDING", "ACTIVE", "RETIRING", "CLEANUP"})
+"""States in which the run's slot is taken."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """Why and how a run leaves its slot."""
+
+    outcome: Outcome
+    reason: str
+    message: str
+    save: bool
+    """A last checkpoint is wanted."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Figures of the last committed step, and the sums that the next one is made of."""
+
+    reward_mean: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    mismatch: float | None = None
+    last_step_time: float | None = None
+    seconds_per_step: float | None = None
+    """Exponential mean over steps."""
+    reward_sum: float = 0.0
+    reward_count: int = 0
+    mismatch_sum: float = 0.0
+    mismatch_count: int = 0
+    buffered: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Run:
+    """One registration of one AdapterRun."""
+
+    uid: str
+    namespace: str
+    name: str
+    owner: Literal["operator", "api"]
+    spec: AdapterRunSpec
+    generation: int
+    priority: int
+    created: float
+    """Unix seconds of the object's creation: the order of the queue."""
+    state: RunState = "QUEUED"
+    reason: str = reasons.CHECKING_DATA
+    message: str = "data and reward are being opened"
+    ending: Ending | None = None
+    deleted: bool = False
+    dataset: DatasetInfo | None = None
+    slot: int | None = None
+    incarnation: str = ""
+    loaded: bool = False
+    """The trainer holds this incarnation."""
+    weight_version: int = 0
+    """The newest version verified on every engine; 0 before the first."""
+    step: int = 0
+    start_step: int = 0
+    """step at this registration."""
+    target_step: int | None = None
+    accumulated_groups: int = 0
+    artifact: Artifact | None = None
+    restarts: int = 0
+    crashes: int = 0
+    """Trainer crashes with this run in the batch."""
+    start_time: float | None = None
+    completion_time: float | None = None
+    queue_position: int | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def groups_per_step(self) -> int:
+        """Prompt groups that fill the run's batch."""
+        return self.spec.rollout_batch_size
+
+    @property
+    def trainer_version(self) -> int:
+        """The version number of the weights that the trainer holds now."""
+        return 1 + self.step - self.start_step
+
+    @property
+    def version(self) -> VersionId | None:
+        """The version that new requests use."""
+        return VersionId(self.uid, self.incarnation, self.weight_version) if self.weight_version else None
+
+    @property
+    def registered(self) -> bool:
+        """Slot held, trainer loaded, first version verified on every engine."""
+        return self.state == "ACTIVE" or (self.state == "RETIRING" and self.weight_version > 0)
+
+    @property
+    def visible_outcome(self) -> Outcome | None:
+        """Complete shows only once the final checkpoint is durable."""
+        if self.ending is None or (self.ending.outcome == "Complete" and self.state == "RETIRING"):
+            return None
+        return self.ending.outcome
+
+    def view(self, presence: PresenceView) -> AdapterView:
+        """What the HTTP API tells of this run."""
+        p = self.progress
+        remaining = None if self.target_step is None else self.target_step - self.step
+        eta = None
+        if p.seconds_per_step and p.last_step_time and remaining and self.state == "ACTIVE":
+            eta = p.last_step_time + remaining * p.seconds_per_step
+        artifact = self.artifact
+        return AdapterView(
+            uid=self.uid,
+            namespace=self.namespace,
+            name=self.name,
+            owner=self.owner,
+            generation=self.generation,
+            state=self.state,
+            outcome=self.visible_outcome,
+            reason=self.reason,
+            message=self.message,
+            registered=self.registered,
+            slot=self.slot,
+            queue_position=self.queue_position,
+            step=self.step,
+            start_step=self.start_step,
+            target_step=self.target_step,
+            accumulated_groups=self.accumulated_groups,
+            groups_per_step=self.groups_per_step,
+            weight_version=self.weight_version,
+            steps_per_minute=60.0 / p.seconds_per_step if p.seconds_per_step else None,
+            estimated_completion_time=eta,
+            last_step_time=p.last_step_time,
+            start_time=self.start_time,
+            completion_time=self.completion_time,
+            reward_mean=p.reward_mean,
+            lr=p.lr,
+            grad_norm=p.grad_norm,
+            mismatch=p.mismatch,
+            buffered=p.buffered,
+            dropped=DroppedView(
+                stale=p.dropped.get("stale", 0),
+                filtered=p.dropped.get("filtered", 0),
+                aborted=p.dropped.get("aborted", 0),
+                reward_error=p.dropped.get("rewardError", 0),
+            ),
+            restarts=self.restarts,
+            artifact=ArtifactView(path=artifact.path, step=artifact.step, digest=artifact.digest) if artifact else None,
+            presence=presence,
+        )

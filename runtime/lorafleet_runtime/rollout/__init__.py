@@ -1,0 +1,1 @@
+"""Turns a prompt row and an engine into a scored prompt group."""

@@ -1,0 +1,105 @@
+"""The trainer rank as a Ray actor.
+
+Called by the loop. Imports no torch: the actor sets its thread count before torch starts its thread pool.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
+from lorafleet_runtime.types import (
+    Artifact,
+    BatchResult,
+    Cursor,
+    Loaded,
+    LoadRequest,
+    Manifest,
+    PromptGroup,
+    RunFault,
+    StepResult,
+)
+
+if TYPE_CHECKING:
+    from lorafleet_runtime.trainer.rank import TrainerRank
+
+RESOURCE = "lorafleet_trainer"
+"""Custom Ray resource of the nodes that trainer ranks are placed on."""
+
+
+class TrainerActor:
+    """Forwards every call to the TrainerRank; `docs/interfaces.md` section 6 is its contract.
+
+    Args:
+        pool_spec: of the pool.
+        model_path: directory of the base model.
+        storage_root: shared storage.
+
+    Raises:
+        ConfigError: the base model or the trainer's settings are unusable.
+    """
+
+    def __init__(self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str) -> None:
+        """Load the base model."""
+        threads = pool_spec.trainer.num_threads
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        import torch
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        from lorafleet_runtime.trainer import rank
+
+        self._rank: TrainerRank = rank.TrainerRank(pool_spec, model_path, storage_root)
+
+    def load(self, request: LoadRequest) -> Loaded:
+        """See TrainerRank.load."""
+        return self._rank.load(request)
+
+    def drop(self, uid: str) -> None:
+        """See TrainerRank.drop."""
+        self._rank.drop(uid)
+
+    def slots(self) -> dict[int, str]:
+        """See TrainerRank.slots."""
+        return self._rank.slots()
+
+    def accumulate(self, groups: list[PromptGroup]) -> BatchResult:
+        """See TrainerRank.accumulate."""
+        return self._rank.accumulate(groups)
+
+    def step(self, uid: str) -> StepResult | RunFault:
+        """See TrainerRank.step."""
+        return self._rank.step(uid)
+
+    def export(self, uid: str) -> tuple[Manifest, bytes]:
+        """See TrainerRank.export; call it with num_returns=2 to keep the buffer in the object store."""
+        return self._rank.export(uid)
+
+    def checkpoint(self, uid: str, directory: str, cursor: Cursor) -> Artifact:
+        """See TrainerRank.checkpoint."""
+        return self._rank.checkpoint(uid, directory, cursor)
+
+    def pid(self) -> int:
+        """The actor's process."""
+        return os.getpid()
+
+
+def start_trainer(pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, local_resources: bool) -> Any:
+    """Start a trainer actor.
+
+    Args:
+        pool_spec: of the pool.
+        model_path: directory of the base model.
+        storage_root: shared storage.
+        local_resources: one machine without custom resources; the actor then asks for no CPU and no GPU of its own.
+
+    Returns:
+        The Ray handle, at once; the first call waits until the base model is loaded.
+    """
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+    if not local_resources:
+        options["resources"] = {RESOURCE: 1}
+        options["num_gpus"] = 1 if pool_spec.trainer.resources.get("limits", {}).get("nvidia.com/gpu") else 0
+    return ray.remote(TrainerActor).options(**options).remote(pool_spec, model_path, storage_root)

@@ -1,0 +1,50 @@
+"""Megatron's two parallel linear layers, extended by the LoRA work of the pass under way.
+
+Built by model.py through the layer spec. Together with model.py the only modules that import megatron.
+"""
+
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from lorafleet_runtime.trainer.lora import Columns, LoraContext, LoraPlan, lora_linear
+
+
+class _LoraSite:
+    """What a linear layer knows of LoRA; `attach` is called once, after construction."""
+
+    _context: LoraContext | None = None
+    _key: tuple[int, str]
+    _columns: tuple[Columns, ...]
+
+    def attach(self, context: LoraContext, layer: int, site: str, columns: tuple[Columns, ...]) -> None:
+        """Bind the layer to the context that model.py fills before each pass."""
+        self._context, self._key, self._columns = context, (layer, site), columns
+
+    def apply_lora(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The linear with the adapters of this pass, or None when no row has one here."""
+        if self._context is None:
+            return None
+        work = tuple(
+            (segment.adapter.sites[self._key], segment.start, segment.end)
+            for segment in self._context.segments
+            if self._key in segment.adapter.sites
+        )
+        return lora_linear(x, weight, bias, LoraPlan(work, self._columns)) if work else None
+
+
+class LoraColumnParallelLinear(_LoraSite, ColumnParallelLinear):
+    """q, k, v or gate, up."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = self.apply_lora(input, weight, kwargs.get("bias"))
+        return super()._forward_impl(input, weight, *args, **kwargs) if y is None else y
+
+
+class LoraRowParallelLinear(_LoraSite, RowParallelLinear):
+    """o or down."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = self.apply_lora(input, weight, kwargs.get("bias"))
+        return super()._forward_impl(input, weight, *args, **kwargs) if y is None else y

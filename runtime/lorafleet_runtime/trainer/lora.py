@@ -1,0 +1,276 @@
+"""LoRA adapters of the live slots, and the linear operation that applies them to packed rows.
+
+A `SlotAdapter` keeps one run's A and B matrices in a flat buffer at true rank: masters, gradient sum, and, below
+float32, a compute copy. Layout, layer by layer and site by site: [A of each target | B of each target], so the A
+matrices of one site lie side by side and one GEMM serves q, k and v (or gate and up) although each has its own A.
+
+`lora_linear` is called by linear.py inside the model. It loops over row segments and never masks: a NaN in one slot
+stays in that slot's rows. Slots without rows cost nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorafleet_runtime.trainer.shape import ModelShape
+
+SITES: dict[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+"""The model's four linear operations per layer, and the projections that each computes at once."""
+
+PARENT = {
+    "q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
+    "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",
+}  # fmt: skip
+"""HF module that holds a projection."""
+
+
+class FlatTensor(NamedTuple):
+    """One A or B matrix inside the flat buffer."""
+
+    module: str
+    """HF module path, as model.layers.0.self_attn.q_proj."""
+    kind: str
+    """lora_A [rank, in] or lora_B [out, rank]."""
+    offset: int
+    """In elements."""
+    shape: tuple[int, int]
+
+    @property
+    def key(self) -> str:
+        """PEFT's name of the tensor."""
+        return f"base_model.model.{self.module}.{self.kind}.weight"
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This matrix as a view of `flat`."""
+        rows, columns = self.shape
+        return flat[self.offset : self.offset + rows * columns].view(rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class SitePart:
+    """B of one projection of a site."""
+
+    projection: int
+    """Position in SITES[site]."""
+    b: Tensor
+    grad_b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWeights:
+    """One slot's matrices at one site of one layer."""
+
+    a: Tensor
+    """[targets * rank, in]: the A matrices of the targeted projections, stacked."""
+    grad_a: Tensor
+    parts: tuple[SitePart, ...]
+    rank: int
+    scale: float
+
+
+def flat_layout(shape: ModelShape, rank: int, targets: Sequence[str]) -> tuple[FlatTensor, ...]:
+    """Every A and B of an adapter, in buffer order."""
+    layout: list[FlatTensor] = []
+    offset = 0
+    for layer in range(shape.num_layers):
+        for projections in SITES.values():
+            chosen = [p for p in projections if p in targets]
+            for kind in ("lora_A", "lora_B"):
+                for projection in chosen:
+                    inputs, outputs = shape.projection_size(projection)
+                    size = (rank, inputs) if kind == "lora_A" else (outputs, rank)
+                    module = f"model.layers.{layer}.{PARENT[projection]}.{projection}"
+                    layout.append(FlatTensor(module, kind, offset, size))
+                    offset += size[0] * size[1]
+    return tuple(layout)
+
+
+@dataclass(slots=True)
+class SlotAdapter:
+    """One run's adapter in memory.
+
+    Args:
+        shape: of the base model.
+        rank: LoRA rank.
+        alpha: LoRA alpha.
+        targets: HF projection names.
+        dtype: compute type; masters and gradient sums are float32, or float64 when this is.
+        device: of the base model.
+        rslora: scale by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023).
+    """
+
+    shape: ModelShape
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+    rslora: bool = False
+    layout: tuple[FlatTensor, ...] = field(init=False)
+    master: Tensor = field(init=False)
+    """[elements], what the optimizer updates."""
+    grad: Tensor = field(init=False)
+    """[elements], sum over the tokens of all accumulated groups."""
+    weights: Tensor = field(init=False)
+    """[elements] in the compute type; the masters themselves when the types agree."""
+    sites: dict[tuple[int, str], SiteWeights] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Allocate the buffers, all zero."""
+        self.layout = flat_layout(self.shape, self.rank, self.targets)
+        last = self.layout[-1]
+        size = last.offset + last.shape[0] * last.shape[1]
+        master_type = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.master = torch.zeros(size, dtype=master_type, device=self.device)
+        self.grad = torch.zeros_like(self.master)
+        self.weights = self.master if self.dtype == master_type else self.master.to(self.dtype)
+        self.sites = self._make_sites()
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A x."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def refresh(self) -> None:
+        """Bring the compute copy up to date after the masters changed."""
+        if self.weights is not self.master:
+            self.weights.copy_(self.master)
+
+    def _make_sites(self) -> dict[tuple[int, str], SiteWeights]:
+        entries = {(entry.module, entry.kind): entry for entry in self.layout}
+        sites: dict[tuple[int, str], SiteWeights] = {}
+        for layer in range(self.shape.num_layers):
+            for site, projections in SITES.items():
+                chosen = [p for p in projections if p in self.targets]
+                if not chosen:
+                    continue
+                modules = [f"model.layers.{layer}.{PARENT[p]}.{p}" for p in chosen]
+                first = entries[modules[0], "lora_A"]
+                stacked = first._replace(shape=(self.rank * len(chosen), first.shape[1]))
+                parts = tuple(
+                    SitePart(projections.index(p), entry.view(self.weights), entry.view(self.grad))
+                    for p, entry in ((p, entries[m, "lora_B"]) for p, m in zip(chosen, modules, strict=True))
+                )
+                sites[layer, site] = SiteWeights(
+                    stacked.view(self.weights), stacked.view(self.grad), parts, self.rank, self.scale
+                )
+        return sites
+
+
+class Segment(NamedTuple):
+    """A run of rows that belongs to one slot."""
+
+    adapter: SlotAdapter
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class LoraContext:
+    """Which rows of the pass under way use which adapter; model.py sets it before each pass."""
+
+    segments: tuple[Segment, ...] = ()
+
+
+class Columns(NamedTuple):
+    """Where a projection's outputs lie in its site's output row, seen as [groups, width]."""
+
+    groups: int
+    start: int
+    end: int
+
+
+class LoraPlan(NamedTuple):
+    """The LoRA work of one linear in one pass."""
+
+    work: tuple[tuple[SiteWeights, int, int], ...]
+    """(matrices, first row, end row) per slot."""
+    columns: tuple[Columns, ...]
+    """Where each projection of the site lies in the output."""
+
+
+def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LoraPlan) -> Tensor:
+    """x W^T + bias, plus scale * (x A^T) B^T on each slot's rows.
+
+    The gradients of A and B are added into the slots' own sums during the backward pass; W is frozen.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out] or None.
+        plan: which rows use which matrices.
+
+    Returns:
+        [..., out].
+    """
+    # Without an input that needs a gradient (layer 0: the embedding is frozen) autograd would skip the backward pass.
+    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    y: Tensor = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, anchor, plan)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], -1)
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, plan: LoraPlan) -> Tensor:
+        y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+        hidden: list[Tensor] = []
+        for site, start, end in plan.work:
+            h = (x[start:end] @ site.a.t()).mul_(site.scale)
+            hidden.append(h)
+            for i, part in enumerate(site.parts):
+                _add_columns(
+                    y[start:end], h[:, i * site.rank : (i + 1) * site.rank], part.b, plan.columns[part.projection]
+                )
+        ctx.save_for_backward(x, weight, *hidden)
+        ctx.plan = plan
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *hidden = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        for (site, start, end), h in zip(ctx.plan.work, hidden, strict=True):
+            dh = torch.empty_like(h)
+            for i, part in enumerate(site.parts):
+                rank_columns = slice(i * site.rank, (i + 1) * site.rank)
+                d = _take_columns(dy[start:end], ctx.plan.columns[part.projection])
+                torch.mm(d, part.b, out=dh[:, rank_columns])
+                _add_product(part.grad_b, d.t(), h[:, rank_columns])
+            dh.mul_(site.scale)
+            _add_product(site.grad_a, dh.t(), x[start:end])
+            if dx is not None:
+                dx[start:end].addmm_(dh, site.a)
+        return dx, None, None, None, None
+
+
+def _add_columns(y: Tensor, h: Tensor, b: Tensor, at: Columns) -> None:
+    """y[:, at] += h B^T, in place."""
+    if at.groups == 1:
+        y[:, at.start : at.end].addmm_(h, b.t())
+    else:
+        delta = (h @ b.t()).view(len(h), at.groups, -1)
+        y.view(len(y), at.groups, -1)[:, :, at.start : at.end].add_(delta)
+
+
+def _take_columns(y: Tensor, at: Columns) -> Tensor:
+    if at.groups == 1:
+        return y[:, at.start : at.end]
+    return y.view(len(y), at.groups, -1)[:, :, at.start : at.end].reshape(len(y), -1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, with the sum kept in `total`'s type."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left, right))

@@ -1,0 +1,96 @@
+"""The vocabulary projection with the loss: log-probabilities and the gradient of the hidden states, chunk by chunk.
+
+Called by rank.py once per pass. The gradient is made in the forward pass, so logits exist for one chunk of rows only
+and never for the whole batch. Rows and tokens of different runs stay independent: a NaN in one reaches no other.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CHUNK_ELEMENTS_CPU = 1 << 24
+_CHUNK_ELEMENTS_CUDA = 1 << 28
+
+LossChunk = Callable[[Tensor, int, int], Tensor]
+"""(log-probabilities [n] with gradient, first token, end token) to losses [n]."""
+
+
+class HeadTokens(NamedTuple):
+    """N tokens to predict from U rows; several tokens may share a row (first tokens of a group)."""
+
+    row: Tensor
+    """[N] int64, index into the U rows, not decreasing."""
+    label: Tensor
+    """[N] int64 token ids."""
+    inverse_temperature: Tensor
+    """[U]; logits are multiplied by it, as the sampler did."""
+
+
+class HeadResult(NamedTuple):
+    """What one pass through the head gives."""
+
+    logprob: Tensor
+    """[N]."""
+    loss: Tensor
+    """[N], detached."""
+    grad_hidden: Tensor
+    """[U, hidden]: gradient of the summed loss."""
+
+
+def head_loss(hidden: Tensor, weight: Tensor, tokens: HeadTokens, loss: LossChunk) -> HeadResult:
+    """Log-probabilities, losses and the gradient with respect to the hidden states.
+
+    Args:
+        hidden: [U, hidden], detached.
+        weight: [vocabulary, hidden].
+        tokens: what is predicted from each row.
+        loss: any differentiable function of a token's log-probability, evaluated on a leaf.
+    """
+    grad = torch.empty_like(hidden)
+    logprobs, losses = [], []
+    for start, end, first, last in _chunks(hidden, weight, tokens):
+        scale = tokens.inverse_temperature[start:end, None]
+        logits = _logits(hidden[start:end], weight, scale)
+        row, label = tokens.row[first:last] - start, tokens.label[first:last]
+        log_total = logits.logsumexp(dim=-1)
+        logprob = logits[row, label] - log_total[row]
+        leaf = logprob.detach().requires_grad_(True)
+        with torch.enable_grad():
+            value = loss(leaf, first, last)
+            (slope,) = torch.autograd.grad(value.sum(), leaf)
+        # d logprob / d logits = onehot - softmax, times the slope of every token that uses the row
+        total = torch.zeros_like(log_total).index_add_(0, row, slope)
+        d = logits.sub_(log_total[:, None]).exp_().mul_(-total[:, None])
+        d.index_put_((row, label), slope, accumulate=True)
+        grad[start:end] = d.mul_(scale).to(weight.dtype) @ weight
+        logprobs.append(logprob)
+        losses.append(value.detach())
+    return HeadResult(torch.cat(logprobs), torch.cat(losses), grad)
+
+
+def head_logprobs(hidden: Tensor, weight: Tensor, tokens: HeadTokens) -> Tensor:
+    """Log-probabilities [N] only; arguments as for `head_loss`."""
+    out = []
+    for start, end, first, last in _chunks(hidden, weight, tokens):
+        logits = _logits(hidden[start:end], weight, tokens.inverse_temperature[start:end, None])
+        row, label = tokens.row[first:last] - start, tokens.label[first:last]
+        out.append(logits[row, label] - logits.logsumexp(dim=-1)[row])
+    return torch.cat(out)
+
+
+def _logits(hidden: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    logits = hidden @ weight.t()
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    return logits.mul_(scale)
+
+
+def _chunks(hidden: Tensor, weight: Tensor, tokens: HeadTokens) -> list[tuple[int, int, int, int]]:
+    """(first row, end row, first token, end token) of each chunk."""
+    elements = _CHUNK_ELEMENTS_CUDA if hidden.is_cuda else _CHUNK_ELEMENTS_CPU
+    size = max(16, elements // len(weight))
+    bounds = [*range(0, len(hidden), size), len(hidden)]
+    edges = torch.searchsorted(tokens.row, torch.tensor(bounds, device=hidden.device)).tolist()
+    return list(zip(bounds[:-1], bounds[1:], edges[:-1], edges[1:], strict=True))

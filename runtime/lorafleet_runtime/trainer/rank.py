@@ -1,0 +1,353 @@
+"""One trainer rank: the frozen base model, a slot per run, and the calls of docs/interfaces.md section 6.
+
+Called by the loop through actor.py, one call at a time. A fault of one run is a value or a RunError and changes nothing
+of another run; any other exception means that this rank's accumulators cannot be trusted, and every later call that
+would use them is refused.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
+from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
+from lorafleet_runtime.errors import ConfigError, RunError, RuntimeFault
+from lorafleet_runtime.trainer import checkpoint as checkpoints
+from lorafleet_runtime.trainer.admit import check_group, check_load
+from lorafleet_runtime.trainer.batch import MicroBatch, Work, make_micro_batch, pack, split_group
+from lorafleet_runtime.trainer.export import flat_export, write_adapter
+from lorafleet_runtime.trainer.initial import init_kaiming, load_peft, read_peft_config
+from lorafleet_runtime.trainer.lora import Segment, SlotAdapter
+from lorafleet_runtime.trainer.losses.head import HeadResult, head_logprobs, head_loss
+from lorafleet_runtime.trainer.losses.policy import LossParams, PolicyTokens, policy_loss
+from lorafleet_runtime.trainer.model import BaseModel
+from lorafleet_runtime.trainer.optimizer import SlotOptimizer
+from lorafleet_runtime.trainer.weights import base_digest
+from lorafleet_runtime.types import (
+    Artifact,
+    BatchResult,
+    Cursor,
+    Loaded,
+    LoadRequest,
+    Manifest,
+    PromptGroup,
+    RunBatchStats,
+    RunFault,
+    StepResult,
+)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A live run."""
+
+    uid: str
+    spec: AdapterRunSpec
+    params: LossParams
+    adapter: SlotAdapter
+    optimizer: SlotOptimizer
+    identity: checkpoints.Identity
+    denominator: int = 0
+    """Samples or tokens (by lossReduction) accumulated since the last step."""
+    groups: int = 0
+    """Groups accumulated since the last step."""
+
+    def discard(self) -> None:
+        """Forget what was accumulated since the last step."""
+        self.adapter.grad.zero_()
+        self.denominator = self.groups = 0
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over one accumulate call of one run."""
+
+    mismatch_sum: float = 0.0
+    mismatch_max: float = 0.0
+    mismatch_tokens: int = 0
+    loss_sum: float = 0.0
+    finite: bool = True
+    groups: list[PromptGroup] = field(default_factory=list)
+
+
+class TrainerRank:
+    """A single-rank trainer.
+
+    Args:
+        pool_spec: of the pool; baseModel.dtype is the compute type.
+        model_path: directory with the base model's HF files.
+        storage_root: shared storage; relative paths in LoadRequests are taken from here.
+        dtype: compute type instead of the pool's; tests use float64.
+
+    Raises:
+        ConfigError: the pool asks for what this trainer does not do, or the model's files do not fit.
+    """
+
+    def __init__(
+        self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, dtype: torch.dtype | None = None
+    ) -> None:
+        """Load the base model."""
+        for name, size in (
+            ("dataParallel", pool_spec.trainer.data_parallel), ("tensorParallel", pool_spec.trainer.tensor_parallel)
+        ):  # fmt: skip
+            if size != 1:
+                raise ConfigError(
+                    f"trainer.{name}: {size} is not supported; this trainer runs on one rank, set it to 1"
+                )
+        self._pool = pool_spec
+        self._storage = Path(storage_root)
+        self._base_name = pool_spec.base_model.name or pool_spec.base_model.path or model_path
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._digest = base_digest(model_path)
+        self._model = BaseModel(
+            model_path, dtype or _DTYPES[pool_spec.base_model.dtype], device, pool_spec.trainer.recompute
+        )
+        self._slots: dict[int, _Slot] = {}
+        self._torn = False
+
+    def load(self, request: LoadRequest) -> Loaded:
+        """Put a run into a slot, from its checkpoint, from initFrom, or fresh. A run that is loaded is loaded anew.
+
+        Raises:
+            RunError: the run cannot be trained here; nothing of it is left behind.
+        """
+        spec = check_load(request, self._pool, self.slots())
+        targets = tuple(spec.target_modules or self._pool.target_modules)
+        identity = checkpoints.Identity(
+            request.uid, self._digest, request.data_digest, spec.rank, spec.lora_alpha, targets
+        )
+        state = None
+        if request.checkpoint is not None:
+            state = checkpoints.read_checkpoint(self._storage / request.checkpoint, identity)
+            rslora = state.use_rslora
+        else:
+            rslora = spec.init_from is not None and read_peft_config(
+                str(self._storage / spec.init_from), spec.rank, spec.lora_alpha
+            )
+        model = self._model
+        adapter = SlotAdapter(model.shape, spec.rank, spec.lora_alpha, targets, model.dtype, model.device, rslora)
+        optimizer = SlotOptimizer(adapter.master, spec.optimizer, request.target_step)
+        if state is not None:
+            self._restore(request, state, adapter, optimizer)
+        elif spec.init_from is not None:
+            load_peft(adapter, str(self._storage / spec.init_from))
+        else:
+            init_kaiming(adapter, spec.init_seed)
+        self.drop(request.uid)
+        self._slots[request.slot] = _Slot(request.uid, spec, LossParams.from_spec(spec), adapter, optimizer, identity)
+        return Loaded(request.uid, optimizer.step_count, state.cursor if state else Cursor())
+
+    def drop(self, uid: str) -> None:
+        """Free the run's slot; a run that is not loaded is fine."""
+        self._slots = {number: slot for number, slot in self._slots.items() if slot.uid != uid}
+
+    def slots(self) -> dict[int, str]:
+        """Slot number to uid, of every live run."""
+        return {number: slot.uid for number, slot in sorted(self._slots.items())}
+
+    def accumulate(self, groups: Sequence[PromptGroup]) -> BatchResult:
+        """Forward and backward over groups of any live runs; adds each run's gradient sum and denominator to its own.
+
+        Groups whose advantages are all 0 skip the model, unless the run has a KL term, and still count.
+
+        Returns:
+            Statistics per run, and faults as values. A run in `faults` contributed nothing: with a malformed group its
+            accumulators are as before, with a value that is not finite they are cleared.
+        """
+        self._check_whole()
+        began = time.perf_counter()
+        faults, tallies = self._admit(groups)
+        work = [piece for number, tally in tallies.items() for piece in self._work(number, tally)]
+        rows = 0
+        self._torn = True  # until every pass is through: a partial batch cannot be taken back
+        budget, deterministic = self._pool.trainer.micro_batch_tokens, self._pool.trainer.deterministic
+        for members in pack(work, budget, deterministic):
+            rows += self._pass(members, tallies)
+        self._torn = False
+        stats = []
+        for number, tally in tallies.items():
+            slot = self._slots[number]
+            if not tally.finite:
+                slot.discard()
+                text = "the model's log-probability of a response is not finite; lower optimizer.lr or check initFrom"
+                faults.append(RunFault(slot.uid, reasons.NON_FINITE, text))
+                continue
+            stats.append(_count(slot, tally))
+        return BatchResult(tuple(stats), tuple(faults), time.perf_counter() - began, rows)
+
+    def step(self, uid: str) -> StepResult | RunFault:
+        """Divide by the denominator, clip, AdamW; then zero the accumulators.
+
+        With a denominator of 0 (every sample left out) the gradient is 0 and the step counts.
+
+        Raises:
+            RunError: the run is not loaded, or nothing was accumulated.
+        """
+        self._check_whole()
+        slot = self._slot(uid)
+        if slot.groups == 0:
+            raise RunError(reasons.INTERNAL_ERROR, f"step: run {uid} has accumulated no group since its last step")
+        grad = slot.adapter.grad.div_(max(slot.denominator, 1))
+        done = slot.optimizer.update(grad)
+        slot.discard()
+        if done is None:
+            return RunFault(uid, reasons.NON_FINITE, "the gradient is not finite; lower optimizer.lr or clip rewards")
+        slot.adapter.refresh()
+        if not bool(torch.isfinite(slot.adapter.master).all()):
+            return RunFault(uid, reasons.NON_FINITE, f"a weight is not finite; lower optimizer.lr ({done[0]})")
+        return StepResult(uid, slot.optimizer.step_count, *done)
+
+    def export(self, uid: str) -> tuple[Manifest, bytes]:
+        """The run's current adapter for engines.
+
+        Raises:
+            RunError: the run is not loaded.
+        """
+        return flat_export(self._slot(uid).adapter, self._base_name)
+
+    def checkpoint(self, uid: str, directory: str, cursor: Cursor) -> Artifact:
+        """Write `directory`/step_N of the last step boundary and prune to the run's checkpoint.keep.
+
+        Args:
+            uid: a live run.
+            directory: the run's own, {storage}/{namespace}/{name}/{uid}.
+            cursor: the prompt groups consumed up to that boundary.
+
+        Raises:
+            RunError: the run is not loaded, or StorageError.
+        """
+        slot = self._slot(uid)
+        exp_avg, exp_avg_sq = slot.optimizer.moments
+        state = checkpoints.TrainState(
+            slot.optimizer.step_count, slot.optimizer.target_step, cursor, slot.adapter.rslora,
+            slot.adapter.master, exp_avg, exp_avg_sq,
+        )  # fmt: skip
+        path = self._storage / directory
+        artifact = checkpoints.write_checkpoint(
+            path, slot.identity, state, lambda into: write_adapter(slot.adapter, self._base_name, into)
+        )
+        checkpoints.prune(path, slot.spec.checkpoint.keep)
+        return artifact
+
+    def adapter(self, uid: str) -> SlotAdapter:
+        """The run's adapter in memory, for probes and tests.
+
+        Raises:
+            RunError: the run is not loaded.
+        """
+        return self._slot(uid).adapter
+
+    def _restore(
+        self, request: LoadRequest, state: checkpoints.TrainState, adapter: SlotAdapter, optimizer: SlotOptimizer
+    ) -> None:
+        if not checkpoints.same_layout(state, adapter.master):
+            text = f"checkpoint {request.checkpoint}: its tensors do not fit this base model"
+            raise RunError(reasons.CHECKPOINT_MISMATCH, text)
+        if not checkpoints.is_finite(state):
+            raise RunError(reasons.NON_FINITE, f"checkpoint {request.checkpoint} holds values that are not finite")
+        adapter.master.copy_(state.master)
+        adapter.refresh()
+        device = self._model.device
+        optimizer.restore(state.step, state.exp_avg.to(device), state.exp_avg_sq.to(device))
+
+    def _slot(self, uid: str) -> _Slot:
+        for slot in self._slots.values():
+            if slot.uid == uid:
+                return slot
+        raise RunError(reasons.INTERNAL_ERROR, f"run {uid} is in no trainer slot; load it first")
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise RuntimeFault("the trainer failed in the middle of a batch; start it again and reload its runs")
+
+    def _admit(self, groups: Sequence[PromptGroup]) -> tuple[list[RunFault], dict[int, _Tally]]:
+        """Sort groups by slot; a run with a group that cannot be trained is left out whole."""
+        by_uid: dict[str, list[PromptGroup]] = defaultdict(list)
+        for group in groups:
+            by_uid[group.uid].append(group)
+        faults: list[RunFault] = []
+        tallies: dict[int, _Tally] = {}
+        numbers = {slot.uid: number for number, slot in self._slots.items()}
+        for uid, mine in by_uid.items():
+            try:
+                self._slot(uid)
+                for group in mine:
+                    check_group(group, self._model.shape)
+            except RunError as error:
+                faults.append(error.fault(uid))
+            else:
+                tallies[numbers[uid]] = _Tally(groups=mine)
+        return faults, tallies
+
+    def _work(self, number: int, tally: _Tally) -> list[Work]:
+        params, budget = self._slots[number].params, self._pool.trainer.micro_batch_tokens
+        needed = [group for group in tally.groups if params.kl_coef > 0 or not group.is_constant]
+        return [piece for group in needed for piece in split_group(number, params, group, budget)]
+
+    def _pass(self, members: Sequence[Work], tallies: dict[int, _Tally]) -> int:
+        """One forward and backward pass. Returns its rows without padding."""
+        model = self._model
+        loss_type = torch.float64 if model.dtype == torch.float64 else torch.float32
+        batch = make_micro_batch(members, model.device, loss_type)
+        segments = [Segment(self._slots[n].adapter, start, end) for n, start, end in batch.segments]
+        policy = batch.policy
+        if any(piece.params.kl_coef > 0 for piece in members):
+            policy = self._with_reference(batch)
+        hidden = model.hidden(batch.ids, batch.groups, segments)
+        with torch.no_grad():
+            result = head_loss(
+                hidden.detach()[batch.rows],
+                model.head_weight,
+                batch.head,
+                lambda logprob, first, last: policy_loss(logprob, policy.slice(first, last)),
+            )
+            grad = torch.zeros_like(hidden).index_copy_(0, batch.rows, result.grad_hidden)
+            for number, first, last in batch.spans:
+                _observe(tallies[number], result, policy.sampler, first, last)
+        torch.autograd.backward(hidden, grad)
+        return batch.num_rows
+
+    def _with_reference(self, batch: MicroBatch) -> PolicyTokens:
+        """The batch's tokens with log-probabilities of the base model, for the KL term."""
+        with torch.no_grad():
+            hidden = self._model.hidden(batch.ids, batch.groups, ())
+            reference = head_logprobs(hidden[batch.rows], self._model.head_weight, batch.head)
+        return batch.policy.with_reference(reference)
+
+
+def _observe(tally: _Tally, result: HeadResult, sampler: Tensor, first: int, last: int) -> None:
+    """Add one pass's tokens of one run."""
+    gap = (result.logprob[first:last] - sampler[first:last]).abs()
+    tally.mismatch_sum += float(gap.sum())
+    tally.mismatch_max = max(tally.mismatch_max, float(gap.max()))
+    tally.mismatch_tokens += last - first
+    tally.loss_sum += float(result.loss[first:last].sum())
+    tally.finite = tally.finite and bool(torch.isfinite(result.logprob[first:last]).all())
+
+
+def _count(slot: _Slot, tally: _Tally) -> RunBatchStats:
+    """Add the batch to the run's denominator and describe it."""
+    samples = [s for group in tally.groups for s in group.samples]
+    kept = [s for s in samples if not (slot.params.mask_truncated and s.truncated)]
+    tokens = sum(len(s.token_ids) for s in kept)
+    slot.denominator += tokens if slot.params.reduction == "tokenMean" else len(kept)
+    slot.groups += len(tally.groups)
+    return RunBatchStats(
+        uid=slot.uid,
+        groups=len(tally.groups),
+        samples=len(samples),
+        tokens=tokens,
+        mismatch_sum=tally.mismatch_sum,
+        mismatch_max=tally.mismatch_max,
+        mismatch_tokens=tally.mismatch_tokens,
+        loss_sum=tally.loss_sum,
+        response_tokens=sum(len(s.token_ids) for s in samples),
+    )

@@ -1,0 +1,170 @@
+"""Nothing that happens to one run reaches another: bit for bit."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.trainer import load, make_groups, make_rank, make_request, named, train_step
+from torch import Tensor
+
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_runtime.errors import RunError, RuntimeFault
+from lorafleet_runtime.trainer.rank import TrainerRank
+from lorafleet_runtime.types import Cursor, RunFault
+
+
+def everything(rank: TrainerRank, uid: str) -> list[Tensor]:
+    adapter = rank.adapter(uid)
+    return [t.clone() for t in (adapter.master, adapter.grad, *rank._slot(uid).optimizer.moments)]
+
+
+def two_runs(model: Path, storage: Path) -> TrainerRank:
+    rank = make_rank(model, storage)
+    load(rank, "a")
+    load(rank, "b", slot=1, seed=2)
+    train_step(rank, "a", make_groups("a"))
+    train_step(rank, "b", make_groups("b"))
+    rank.accumulate(make_groups("a", seed=1))
+    return rank
+
+
+ACTIONS: dict[str, Callable[[TrainerRank], object]] = {
+    "load": lambda rank: rank.load(make_request("c", 2)),
+    "accumulate": lambda rank: rank.accumulate(make_groups("b", seed=1)),
+    "step": lambda rank: train_step(rank, "b", make_groups("b", seed=1)),
+    "drop": lambda rank: rank.drop("b"),
+    "export": lambda rank: rank.export("b"),
+    "checkpoint": lambda rank: rank.checkpoint("b", "runs/b", Cursor()),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_neighbours_life_changes_nothing(qwen3: Path, tmp_path: Path, action: str) -> None:
+    rank = two_runs(qwen3, tmp_path)
+    before = everything(rank, "a")
+    ACTIONS[action](rank)
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(rank, "a"), strict=True))
+
+
+@pytest.mark.parametrize("where", ["lora_A", "lora_B"])
+def test_nan_weights_of_one_run_poison_nobody(qwen3: Path, tmp_path: Path, where: str) -> None:
+    results = []
+    for sick in (False, True):
+        rank = make_rank(qwen3, tmp_path)
+        load(rank, "a")
+        load(rank, "b", slot=1)
+        load(rank, "c", slot=2)
+        if sick:
+            adapter = rank.adapter("b")
+            next(t for k, t in named(adapter, adapter.master).items() if where in k).fill_(math.nan)
+        batch = [*make_groups("c"), *make_groups("b"), *make_groups("a")]
+        faults = rank.accumulate(batch).faults
+        assert [f.uid for f in faults] == (["b"] if sick else [])
+        if sick:
+            assert faults[0].reason == reasons.NON_FINITE
+            assert float(rank.adapter("b").grad.abs().sum()) == 0
+        results.append([everything(rank, uid) for uid in ("a", "c")])
+    for healthy, beside_sick in zip(*results, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(healthy, beside_sick, strict=True))
+
+
+def test_non_finite_gradient_is_a_fault_of_its_run_and_is_zeroed(qwen3: Path, tmp_path: Path) -> None:
+    rank = two_runs(qwen3, tmp_path)
+    rank.accumulate(make_groups("b", seed=1))
+    before = everything(rank, "a")
+    weights = rank.adapter("b").master.clone()
+    rank.adapter("b").grad[3] = math.inf
+    fault = rank.step("b")
+    assert isinstance(fault, RunFault) and fault.reason == reasons.NON_FINITE and fault.uid == "b"
+    assert float(rank.adapter("b").grad.abs().sum()) == 0
+    assert torch.equal(rank.adapter("b").master, weights)
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(rank, "a"), strict=True))
+
+
+def spoil(field: str, value: object) -> Callable[..., object]:
+    def change(group: object) -> object:
+        assert hasattr(group, "samples")
+        first, *rest = group.samples
+        return replace(group, samples=(replace(first, **{field: value}), *rest))  # type: ignore[type-var]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "field, value, reason",
+    [
+        ("sampler_logprobs", (-1.0,), reasons.INTERNAL_ERROR),
+        ("token_ids", (1, 2, 3, 4, 512), reasons.INTERNAL_ERROR),
+        ("advantage", math.nan, reasons.NON_FINITE),
+        ("sampler_logprobs", (-1.0, -math.inf, -1.0, -1.0, -1.0), reasons.NON_FINITE),
+    ],
+)
+def test_malformed_group_fails_its_run_only(
+    qwen3: Path, tmp_path: Path, field: str, value: object, reason: str
+) -> None:
+    rank = two_runs(qwen3, tmp_path)
+    good, bad = make_groups("a", seed=4), make_groups("b", seed=4)
+    before = everything(rank, "b")
+    result = rank.accumulate([bad[0], good[0], spoil(field, value)(bad[1]), good[1]])  # type: ignore[list-item]
+    assert [(f.uid, f.reason) for f in result.faults] == [("b", reason)]
+    assert [s.uid for s in result.stats] == ["a"] and result.stats[0].groups == 2
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(rank, "b"), strict=True))
+
+
+def test_group_of_a_run_that_is_not_loaded_fails_that_run_only(qwen3: Path, tmp_path: Path) -> None:
+    rank = two_runs(qwen3, tmp_path)
+    result = rank.accumulate([*make_groups("gone"), *make_groups("a")])
+    assert [f.uid for f in result.faults] == ["gone"]
+    assert [s.uid for s in result.stats] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "spec, reason, named_field",
+    [
+        ({"rank": 17}, reasons.RANK_TOO_LARGE, "maxRank"),
+        ({"sampling": {"temperature": 0}}, reasons.INVALID_SPEC, "temperature"),
+        ({"rank": "four"}, reasons.INVALID_SPEC, "rank"),
+        ({"initFrom": "nowhere"}, reasons.INIT_ERROR, "initFrom"),
+    ],
+)
+def test_failed_load_leaves_nothing_behind(
+    qwen3: Path, tmp_path: Path, spec: dict[str, object], reason: str, named_field: str
+) -> None:
+    rank = two_runs(qwen3, tmp_path)
+    before = everything(rank, "a")
+    with pytest.raises(RunError, match=named_field) as raised:
+        rank.load(make_request("c", 2, **spec))
+    assert raised.value.reason == reason
+    assert rank.slots() == {0: "a", 1: "b"}
+    assert all(torch.equal(x, y) for x, y in zip(before, everything(rank, "a"), strict=True))
+
+
+def test_slot_of_another_run_is_not_taken(qwen3: Path, tmp_path: Path) -> None:
+    rank = two_runs(qwen3, tmp_path)
+    with pytest.raises(RunError, match="held by a"):
+        rank.load(make_request("c", 0))
+    assert rank.slots() == {0: "a", 1: "b"}
+
+
+def test_loading_a_run_again_starts_it_anew(qwen3: Path, tmp_path: Path) -> None:
+    rank = two_runs(qwen3, tmp_path)
+    assert rank.load(make_request("a", 3)).step == 0
+    assert rank.slots() == {1: "b", 3: "a"}
+
+
+def test_trainer_that_failed_in_a_batch_refuses_to_go_on(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = two_runs(qwen3, tmp_path)
+
+    def out_of_memory(*_: object) -> Tensor:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(rank._model, "hidden", out_of_memory)
+    with pytest.raises(MemoryError):
+        rank.accumulate(make_groups("a"))
+    with pytest.raises(RuntimeFault, match="middle of a batch"):
+        rank.step("a")

@@ -1,0 +1,105 @@
+"""The demo fails loudly: on a failed run, a dead process, a wrong manifest, a second demo."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from lorafleet_local import demo
+from lorafleet_local.demo import DemoError, examples, run_demo
+from lorafleet_local.measure import Results
+from lorafleet_local.processes import Process
+from lorafleet_local.report import Reporter
+from lorafleet_local.tasks import TASKS
+
+
+def run(**conditions: str) -> dict[str, Any]:
+    found = [
+        {"type": kind, "status": status, "reason": "DataError", "message": "data: x.jsonl is missing"}
+        for kind, status in conditions.items()
+    ]
+    return {"metadata": {"name": "addition"}, "status": {"conditions": found}}
+
+
+class FakeApi:
+    """Answers with the given lists, then raises."""
+
+    def __init__(self, *answers: list[dict[str, Any]]) -> None:
+        self.answers = list(answers)
+
+    def list(self, kind: str, namespace: str) -> list[dict[str, Any]]:
+        if not self.answers:
+            raise httpx.ConnectError("refused")
+        return self.answers.pop(0)
+
+
+def watch(api: FakeApi, tmp_path: Path, *processes: Process) -> Any:
+    running: Any = SimpleNamespace(state=SimpleNamespace(processes=list(processes), folder=tmp_path))
+    return demo._Watch(running, api, Reporter(), Results())  # type: ignore[arg-type]
+
+
+def test_a_failed_run_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match=r"addition failed: DataError: data: x\.jsonl is missing"):
+        watch(FakeApi([run(Failed="True")]), tmp_path)._look()
+
+
+def test_a_dead_process_ends_the_demo_with_its_log(tmp_path: Path) -> None:
+    (tmp_path / "etcd.log").write_text("disk full\n")
+    dead = Process("etcd", 2**22 - 1, 1, str(tmp_path / "etcd.log"))
+    with pytest.raises(DemoError, match="etcd ended\n  disk full"):
+        watch(FakeApi([]), tmp_path, dead)._look()
+
+
+def test_a_short_absence_of_the_api_server_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watching = watch(FakeApi([run(Registered="True")]), tmp_path)
+    assert len(watching._look()) == 1
+    assert watching._look() == []
+    monkeypatch.setattr(demo, "_API_PATIENCE_SECONDS", -1.0)
+    with pytest.raises(DemoError, match="API server does not answer: refused"):
+        watching._look()
+
+
+def write_examples(root: Path, pool_name: str) -> None:
+    folder = root / "manifests" / "examples"
+    folder.mkdir(parents=True)
+    for task in TASKS:
+        document = {"metadata": {"name": f"run-{task}"}, "spec": {"poolRef": {"name": pool_name}}}
+        (folder / f"{task}.yaml").write_text(yaml.safe_dump(document))
+
+
+def test_examples_are_found_per_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_examples(tmp_path, demo.pool.POOL_NAME)
+    monkeypatch.setattr(demo, "repo_root", lambda: tmp_path)
+    assert [(example.name, example.task) for example in examples()] == [(f"run-{task}", task) for task in TASKS]
+
+
+def test_an_example_for_another_pool_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_examples(tmp_path, "elsewhere")
+    monkeypatch.setattr(demo, "repo_root", lambda: tmp_path)
+    with pytest.raises(DemoError, match=r"spec\.poolRef\.name: 'elsewhere'"):
+        examples()
+
+
+def test_a_second_demo_is_refused_and_leaves_the_first_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    with demo._only_one(folder):
+        (folder / "state.json").write_text("{}")
+        with pytest.raises(DemoError, match="another demo is running"):
+            run_demo(folder, None)
+        assert (folder / "state.json").read_text() == "{}"
+
+
+def test_whatever_fails_the_stack_goes_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    downs: list[Path] = []
+    monkeypatch.setattr(demo.stack, "down", lambda folder, reporter: downs.append(folder))
+
+    def up(folder: Path, reporter: Reporter) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.stack, "up", up)
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(tmp_path / "demo", None)
+    assert downs == [tmp_path / "demo"] * 2  # before, against leftovers, and after

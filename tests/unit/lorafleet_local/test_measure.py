@@ -1,0 +1,80 @@
+"""The figures of bench/demo.json are derived from observations by hand-checkable arithmetic."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet_local import measure
+from lorafleet_local.measure import Observation, Results
+
+PROOF = {
+    "required_gain": 0.3,
+    "tasks": {"json": {"prompts": 64, "before": {"mean_reward": 0.1}, "after": {"mean_reward": 0.9}}},
+}
+
+
+def observed() -> Results:
+    return Results(
+        applied=100.0,
+        runs={
+            "a": Observation({"Registered": 101.0, "Complete": 160.0, "Deregistered": 161.0}, last_step=159.5),
+            "b": Observation({"Registered": 102.0, "Complete": 202.0, "Deregistered": 204.0}, last_step=200.5),
+        },
+        peaks={"etcd": 5},
+        counters={"lorafleet_rollout_tokens_total": 1010.0, "lorafleet_train_busy_seconds_total": 50.5},
+    )
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict[str, Any]:
+    measure.write(tmp_path / "demo.json", observed(), PROOF, {"pool ready": 30.0}, 240.0)
+    written: dict[str, Any] = json.loads((tmp_path / "demo.json").read_text())
+    return written
+
+
+def row(document: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [result for result in document["results"] if result["name"] == name]
+    return found
+
+
+def test_the_schema_is_that_of_all_benchmarks(document: dict[str, Any]) -> None:
+    assert set(document) == {"hardware", "commit", "command", "date", "results"}
+    assert all(set(result) == {"name", "value", "unit", "n", "min", "max"} for result in document["results"])
+
+
+def test_registered_counts_from_the_apply(document: dict[str, Any]) -> None:
+    assert row(document, "operator.registered_seconds") == {
+        "name": "operator.registered_seconds", "value": 1.5, "unit": "s", "n": 2, "min": 1.0, "max": 2.0,
+    }  # fmt: skip
+
+
+def test_complete_counts_from_the_last_commit(document: dict[str, Any]) -> None:
+    assert row(document, "operator.complete_seconds")["value"] == pytest.approx(1.0)  # (0.5 + 1.5) / 2
+
+
+def test_rates_use_the_span_from_first_registered_to_last_complete(document: dict[str, Any]) -> None:
+    assert row(document, "demo.rollout_tokens_per_second")["value"] == pytest.approx(10.0)  # 1010 / (202 - 101)
+    assert row(document, "demo.trainer_busy_fraction")["value"] == pytest.approx(0.5)
+
+
+def test_wall_phases_memory_and_rewards_are_there(document: dict[str, Any]) -> None:
+    values = {result["name"]: result["value"] for result in document["results"]}
+    assert values["demo.wall_seconds"] == 240.0
+    assert values["demo.phase.pool_ready_seconds"] == 30.0
+    assert values["demo.peak_rss.etcd"] == 5
+    assert values["demo.json.reward_after"] == 0.9
+
+
+def test_a_condition_is_noted_when_first_seen_true() -> None:
+    results = Results()
+    condition = {"type": "Registered", "status": "False", "reason": "x"}
+    item = {"metadata": {"name": "a"}, "status": {"conditions": [condition]}}
+    results.observe(item)
+    assert results.runs["a"].seen == {}
+    condition["status"] = "True"
+    results.observe(item)
+    first = results.runs["a"].seen["Registered"]
+    results.observe(item)
+    assert results.runs["a"].seen == {"Registered": first}

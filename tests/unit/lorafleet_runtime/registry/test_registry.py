@@ -1,0 +1,351 @@
+"""The registry's state machine, one behaviour a test."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.runs import DATASET, pool_spec, put
+
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_runtime.registry.admission import SpecProblem
+from lorafleet_runtime.registry.registry import Registry, StaleOperator
+from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL
+from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, RunFault, StepResult
+
+ARTIFACT = Artifact("/storage/x/step_3", 3, "abc")
+
+
+@pytest.fixture
+def registry() -> Registry:
+    registry = Registry(pool_spec(), boot_epoch=7)
+    registry.observe_trainer({})
+    registry.sync([])
+    return registry
+
+
+def activate(registry: Registry, uid: str, step: int = 0) -> None:
+    put(registry, uid)
+    registry.checked(uid, DATASET)
+    registry.assign()
+    registry.loaded(Loaded(uid, step, Cursor()))
+    registry.published(uid, 1, now=100.0)
+
+
+def one_step(registry: Registry, uid: str, now: float = 110.0) -> bool:
+    run = registry.runs[uid]
+    assert not registry.commit(uid, 1, [0.0], (0.1, 10))
+    assert registry.commit(uid, 1, [1.0], (0.3, 10))
+    return registry.stepped(StepResult(uid, run.step + 1, 1e-3, 0.5), now)
+
+
+def test_a_run_goes_from_queued_to_active(registry: Registry) -> None:
+    put(registry, "a")
+    assert registry.runs["a"].state == "QUEUED"
+    assert registry.assign() == []  # data is not checked yet
+    registry.checked("a", DATASET)
+    assert [r.uid for r in registry.assign()] == ["a"]
+    run = registry.runs["a"]
+    assert (run.state, run.slot, run.incarnation, run.registered) == ("PENDING", 0, "7.1", False)
+    registry.loaded(Loaded("a", 0, Cursor()))
+    assert not run.registered
+    registry.published("a", 1, now=5.0)
+    assert (run.state, run.registered, run.weight_version, run.start_time) == ("ACTIVE", True, 1, 5.0)
+
+
+def test_no_slot_is_given_before_the_operator_has_spoken() -> None:
+    registry = Registry(pool_spec(), boot_epoch=1)
+    put(registry, "a")
+    registry.checked("a", DATASET)
+    assert registry.assign() == []
+    registry.sync(["a"])
+    assert [r.uid for r in registry.assign()] == ["a"]
+
+
+def test_sync_retires_runs_that_the_operator_does_not_name(registry: Registry) -> None:
+    activate(registry, "a")
+    activate(registry, "b")
+    registry.sync(["b"])
+    assert registry.runs["a"].state == "RETIRING"
+    assert registry.runs["a"].deleted
+    assert registry.runs["b"].state == "ACTIVE"
+
+
+def test_waiting_runs_have_a_position_and_take_the_next_free_slot_by_age(registry: Registry) -> None:
+    for number, uid in enumerate("abcd"):
+        put(registry, uid, created=float(number))
+        registry.checked(uid, DATASET)
+    registry.assign()
+    c, d = registry.runs["c"], registry.runs["d"]
+    assert (c.queue_position, d.queue_position) == (1, 2)
+    assert c.reason == reasons.SLOTS_EXHAUSTED
+    assert "position 1" in c.message
+    registry.loaded(Loaded("a", 0, Cursor()))
+    registry.fail(RunFault("a", reasons.DATA_ERROR, "x"))
+    registry.saved("a", None)
+    assert registry.cleaned("a", now=1.0)
+    assert [r.uid for r in registry.assign()] == ["c"]
+    assert registry.runs["c"].slot == 0
+
+
+def test_priority_goes_before_age(registry: Registry) -> None:
+    registry.pool = pool_spec(slots=1)
+    put(registry, "old", created=0.0)
+    put(registry, "urgent", created=1.0, scheduling={"priority": 5})
+    for uid in ("old", "urgent"):
+        registry.checked(uid, DATASET)
+    assert [r.uid for r in registry.assign()] == ["urgent"]
+
+
+def test_steps_and_groups_move_only_by_commit(registry: Registry) -> None:
+    activate(registry, "a")
+    run = registry.runs["a"]
+    one_step(registry, "a", now=110.0)
+    assert (run.step, run.accumulated_groups, run.trainer_version, run.weight_version) == (1, 0, 2, 1)
+    assert run.progress.reward_mean == 0.5
+    assert run.progress.mismatch == pytest.approx(0.02)
+    assert run.progress.seconds_per_step == 10.0
+
+
+def test_a_batch_never_overshoots(registry: Registry) -> None:
+    activate(registry, "a")
+    with pytest.raises(ValueError, match="overshoot"):
+        registry.commit("a", 3, [], (0.0, 0))
+
+
+def test_complete_shows_only_after_the_final_checkpoint_and_deregisters_after_both_listings(registry: Registry) -> None:
+    activate(registry, "a")
+    registry.observe_trainer({0: "a"})
+    registry.observe_engine(EngineStatus("engine-0", True, ("a@7.1.v1",), 1.0))
+    assert [one_step(registry, "a") for _ in range(3)] == [False, False, True]
+    run = registry.runs["a"]
+    assert (run.state, run.visible_outcome) == ("RETIRING", None)
+    registry.saved("a", ARTIFACT)
+    assert (run.state, run.visible_outcome, run.artifact) == ("CLEANUP", "Complete", ARTIFACT)
+    registry.observe_trainer({})
+    assert not registry.cleaned("a", now=9.0)  # the engine still lists it
+    assert registry.view("a").presence.engines == ["engine-0"]
+    registry.observe_engine(EngineStatus("engine-0", True, (), 2.0))
+    assert registry.cleaned("a", now=9.0)
+    assert (run.state, run.slot, run.completion_time) == ("COMPLETED", None, 9.0)
+
+
+def test_target_is_numstep_or_epochs_over_rows(registry: Registry) -> None:
+    put(registry, "a", numStep=None, numEpoch=2)
+    registry.checked("a", DATASET)
+    assert registry.runs["a"].target_step == 2 * 10 // 2
+
+
+def test_a_resumed_run_trains_no_extra_steps(registry: Registry) -> None:
+    activate(registry, "a", step=2)
+    assert registry.runs["a"].trainer_version == 1
+    assert one_step(registry, "a")
+    assert registry.runs["a"].step == 3
+
+
+def test_a_run_that_had_all_its_steps_completes_on_load(registry: Registry) -> None:
+    put(registry, "a")
+    registry.checked("a", DATASET)
+    registry.assign()
+    registry.loaded(Loaded("a", 3, Cursor()))
+    assert registry.runs["a"].state == "RETIRING"
+
+
+def test_limits_of_the_pool_fail_the_run_without_a_slot(registry: Registry) -> None:
+    put(registry, "a", rank=16)
+    run = registry.runs["a"]
+    assert (run.state, run.reason, run.slot) == ("FAILED", reasons.RANK_TOO_LARGE, None)
+    assert "16" in run.message
+    assert "maxRank 8" in run.message
+
+
+def test_a_spec_that_does_not_parse_is_refused_by_field(registry: Registry) -> None:
+    with pytest.raises(SpecProblem) as caught:
+        put(registry, "a", nSamplesPerPrompt=0)
+    assert caught.value.field == "nSamplesPerPrompt"
+    assert "a" not in registry.runs
+
+
+def test_the_pools_defaults_fill_what_the_run_leaves_open() -> None:
+    registry = Registry(pool_spec(defaults={"optimizer": {"lr": 0.5, "eps": 1e-6}, "maxStaleness": 3}), boot_epoch=1)
+    put(registry, "a", optimizer={"lr": 0.25})
+    optimizer = registry.runs["a"].spec.optimizer
+    assert (optimizer.lr, optimizer.eps, optimizer.betas) == (0.25, 1e-6, (0.9, 0.98))
+
+
+def test_suspend_keeps_the_checkpoint_and_resume_queues_again(registry: Registry) -> None:
+    activate(registry, "a")
+    one_step(registry, "a")
+    put(registry, "a", generation=2, suspend=True)
+    run = registry.runs["a"]
+    assert run.state == "RETIRING"
+    assert run.ending is not None
+    assert run.ending.save
+    registry.saved("a", Artifact("/p", 1, "d"))
+    registry.observe_trainer({})
+    assert registry.cleaned("a", now=1.0)
+    assert (run.state, run.slot) == ("SUSPENDED", None)
+    put(registry, "a", generation=3, suspend=False)
+    assert run.state == "QUEUED"
+    assert [r.uid for r in registry.assign()] == ["a"]
+    assert run.incarnation == "7.2"
+
+
+def test_resume_while_still_suspending_comes_back_after_cleanup(registry: Registry) -> None:
+    activate(registry, "a")
+    put(registry, "a", generation=2, suspend=True)
+    put(registry, "a", generation=3, suspend=False)
+    registry.saved("a", None)
+    assert registry.cleaned("a", now=1.0)
+    assert registry.runs["a"].state == "QUEUED"
+
+
+def test_delete_of_a_live_run_is_gone_only_after_cleanup(registry: Registry) -> None:
+    activate(registry, "a")
+    assert not registry.delete("a")
+    assert not registry.delete("a")
+    registry.saved("a", None)
+    assert registry.cleaned("a", now=1.0)
+    assert registry.delete("a")
+    assert "a" not in registry.runs
+
+
+def test_delete_of_a_queued_run_is_gone_at_once(registry: Registry) -> None:
+    put(registry, "a")
+    assert registry.delete("a")
+
+
+def test_delete_while_suspending_is_not_resumed(registry: Registry) -> None:
+    activate(registry, "a")
+    put(registry, "a", generation=2, suspend=True)
+    assert not registry.delete("a")
+    registry.saved("a", None)
+    assert registry.cleaned("a", now=1.0)
+    assert "a" not in registry.runs
+
+
+def test_a_fault_replaces_a_complete_that_never_became_durable(registry: Registry) -> None:
+    activate(registry, "a", step=2)
+    one_step(registry, "a")
+    registry.fail(RunFault("a", reasons.STORAGE_ERROR, "disk full"))
+    registry.saved("a", None)
+    assert registry.runs["a"].visible_outcome == "Failed"
+
+
+def test_the_first_fault_stays(registry: Registry) -> None:
+    activate(registry, "a")
+    registry.fail(RunFault("a", reasons.NON_FINITE, "first"))
+    registry.fail(RunFault("a", reasons.REWARD_ERROR, "second"))
+    ending = registry.runs["a"].ending
+    assert ending is not None
+    assert ending.reason == reasons.NON_FINITE
+
+
+def test_a_lost_trainer_sends_live_runs_back_under_a_new_incarnation(registry: Registry) -> None:
+    activate(registry, "a")
+    activate(registry, "b")
+    one_step(registry, "a")
+    registry.commit("a", 1, [1.0], (0.0, 0))
+    registry.fail(RunFault("b", reasons.NON_FINITE, "x"))
+    registry.trainer_lost()
+    a, b = registry.runs["a"], registry.runs["b"]
+    assert (a.state, a.slot, a.loaded, a.weight_version, a.accumulated_groups, a.restarts) == (
+        "PENDING", 0, False, 0, 0, 1)  # fmt: skip
+    assert a.incarnation == "7.3"
+    assert b.state == "CLEANUP"
+
+
+def test_a_lost_trainer_takes_back_a_completion_without_checkpoint(registry: Registry) -> None:
+    activate(registry, "a", step=2)
+    one_step(registry, "a")
+    registry.trainer_lost()
+    run = registry.runs["a"]
+    assert (run.state, run.ending) == ("PENDING", None)
+
+
+def test_an_older_operator_is_fenced(registry: Registry) -> None:
+    registry.fence(5)
+    registry.fence(5)
+    with pytest.raises(StaleOperator, match="operatorEpoch: 4 is below 5"):
+        registry.fence(4)
+
+
+def test_numstep_may_grow_while_the_run_lives(registry: Registry) -> None:
+    activate(registry, "a")
+    put(registry, "a", generation=2, numStep=10)
+    assert registry.runs["a"].target_step == 10
+
+
+def test_an_old_generation_changes_nothing(registry: Registry) -> None:
+    activate(registry, "a")
+    put(registry, "a", generation=2, numStep=10)
+    put(registry, "a", generation=1, numStep=4)
+    assert registry.runs["a"].target_step == 10
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "check", "assign", "load", "publish", "commit", "step", "save", "clean", "delete",
+                         "suspend", "resume", "cancel", "fail", "crash"]),  # fmt: skip
+        st.sampled_from(["a", "b", "c", "d"]),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(OPERATIONS)
+def test_no_order_of_events_shares_a_slot_or_loses_one(operations: list[tuple[str, str]]) -> None:
+    registry = Registry(pool_spec(), boot_epoch=1)
+    registry.observe_trainer({})
+    registry.sync([])
+    generation = 1
+    incarnations: set[str] = set()
+    for name, uid in operations:
+        generation += 1
+        apply(registry, name, uid, generation)
+        held = [r.slot for r in registry.runs.values() if r.state in HOLDS_SLOT]
+        assert len(held) == len(set(held))
+        assert None not in held
+        assert all(r.slot is None for r in registry.runs.values() if r.state in TERMINAL or r.state == "QUEUED")
+        assert all(0 <= r.accumulated_groups <= r.groups_per_step for r in registry.runs.values())
+        incarnations |= {r.incarnation for r in registry.runs.values()}
+    for run in registry.runs.values():
+        if run.state == "ACTIVE":
+            assert run.weight_version > 0
+
+
+def apply(registry: Registry, name: str, uid: str, generation: int) -> None:
+    run = registry.runs.get(uid)
+    match name:
+        case "put" | "resume":
+            put(registry, uid, generation=generation)
+        case "suspend" | "cancel":
+            put(registry, uid, generation=generation, **{name: True})
+        case "assign":
+            registry.assign()
+        case "delete":
+            registry.delete(uid)
+        case "crash":
+            registry.trainer_lost()
+            registry.observe_trainer({})
+        case _ if run is not None:
+            _progress(registry, name, uid)
+
+
+def _progress(registry: Registry, name: str, uid: str) -> None:
+    run = registry.runs[uid]
+    if name == "check" and run.state == "QUEUED":
+        registry.checked(uid, DATASET)
+    elif name == "load" and run.state == "PENDING" and not run.loaded:
+        registry.loaded(Loaded(uid, 0, Cursor()))
+    elif name == "publish" and run.state in ("PENDING", "ACTIVE") and run.loaded:
+        registry.published(uid, run.trainer_version, 1.0)
+    elif name == "commit" and run.state == "ACTIVE" and run.accumulated_groups < run.groups_per_step:
+        registry.commit(uid, 1, [1.0], (0.0, 0))
+    elif name == "step" and run.state == "ACTIVE" and run.accumulated_groups == run.groups_per_step:
+        registry.stepped(StepResult(uid, run.step + 1, 1e-3, 1.0), 2.0)
+    elif name == "save" and run.state == "RETIRING":
+        registry.saved(uid, None)
+    elif name == "clean" and run.state == "CLEANUP":
+        registry.cleaned(uid, 3.0)
+    elif name == "fail":
+        registry.fail(RunFault(uid, reasons.NON_FINITE, "x"))

@@ -1,0 +1,182 @@
+"""The reward child process against functions that print, hang, exit, raise and return nonsense."""
+
+import asyncio
+import math
+import os
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from lorafleet_runtime.rewards.process import RewardFailure, RewardProcess
+
+MODULE = """
+    import os, subprocess, sys, time
+
+    def echo(*, prompt, response, label, metadata, truncated):
+        assert prompt == "p" and metadata == {"k": [1]} and truncated is True
+        return len(response) + label
+
+    def loud(**call):
+        print('{"value": 99}', flush=True)
+        os.write(1, b'{"value": 98}\\n')
+        subprocess.run(["echo", '{"value": 97}'])
+        return float(len(sys.stdin.read()))
+
+    def by_response(*, response, **call):
+        if response == "hang":
+            time.sleep(3600)
+        if response == "exit":
+            sys.exit("bye")
+        if response == "die":
+            os._exit(7)
+        if response == "raise":
+            raise KeyError("no such key")
+        if response == "pid":
+            return os.getpid()
+        if response == "bool":
+            return True
+        return {"none": None, "text": "1.0", "nan": float("nan"), "inf": float("-inf"), "list": [1]}[response]
+
+    def no_torch(**call):
+        return float("torch" in sys.modules or "ray" in sys.modules)
+
+    def positional(prompt, response):
+        return 0.0
+
+    constant = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "broken_rewards.py").write_text("raise RuntimeError('at import')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return "user_rewards"
+
+
+@pytest_asyncio.fixture
+async def reward(module: str) -> AsyncIterator[RewardProcess]:
+    process = RewardProcess(f"{module}.by_response", 10.0)
+    yield process
+    await process.close()
+
+
+async def score(process: RewardProcess, response: str, **fields: Any) -> float:
+    call: dict[str, Any] = {"prompt": "p", "label": None, "metadata": {}, "truncated": False} | fields
+    return await process.score(response=response, **call)
+
+
+async def failure(process: RewardProcess, response: str) -> str:
+    with pytest.raises(RewardFailure) as caught:
+        await score(process, response)
+    return str(caught.value)
+
+
+async def one_call(target: str, response: str, **fields: Any) -> float:
+    process = RewardProcess(target, 10.0)
+    try:
+        return await score(process, response, **fields)
+    finally:
+        await process.close()
+
+
+async def test_the_function_gets_every_keyword(module: str) -> None:
+    assert await one_call(f"{module}.echo", "four", label=3, metadata={"k": [1]}, truncated=True) == 7.0
+
+
+async def test_prints_do_not_reach_the_protocol_and_stdin_is_empty(module: str) -> None:
+    assert await one_call(f"{module}.loud", "x") == 0.0
+
+
+async def test_the_child_imports_neither_torch_nor_ray(module: str) -> None:
+    assert await one_call(f"{module}.no_torch", "x") == 0.0
+
+
+async def test_an_exception_is_told_with_type_and_text(reward: RewardProcess) -> None:
+    assert await failure(reward, "raise") == "KeyError: 'no such key'"
+    assert await score(reward, "bool") == 1.0  # the child serves on
+
+
+@pytest.mark.parametrize("response", ["none", "text", "nan", "inf", "list"])
+async def test_what_is_no_finite_number_is_a_failure(reward: RewardProcess, response: str) -> None:
+    assert "return a finite number" in await failure(reward, response)
+
+
+async def test_sys_exit_is_an_answer_like_any_exception(reward: RewardProcess) -> None:
+    assert await failure(reward, "exit") == "SystemExit: bye"
+
+
+async def test_a_child_that_dies_is_replaced(reward: RewardProcess) -> None:
+    first = await score(reward, "pid")
+    assert "exited with code 7" in await failure(reward, "die")
+    second = await score(reward, "pid")
+    assert first != second and not math.isnan(second)
+
+
+async def test_a_hang_is_killed_and_the_next_call_served(module: str) -> None:
+    process = RewardProcess(f"{module}.by_response", 0.3)
+    try:
+        await process.start()
+        hung = process.pid
+        assert hung is not None
+        assert await failure(process, "hang") == "no answer within 0.3 s"
+        with pytest.raises(ProcessLookupError):
+            os.kill(hung, 0)
+        assert await score(process, "bool") == 1.0
+    finally:
+        await process.close()
+
+
+async def test_a_cancelled_call_leaves_no_answer_behind(reward: RewardProcess) -> None:
+    await reward.start()
+    task = asyncio.create_task(score(reward, "hang"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await score(reward, "bool") == 1.0
+
+
+async def test_close_ends_a_running_call(reward: RewardProcess) -> None:
+    await reward.start()
+    task = asyncio.create_task(failure(reward, "hang"))
+    await asyncio.sleep(0)
+    await reward.close()
+    assert "exited" in await task
+    assert reward.pid is None
+
+
+async def test_a_child_whose_parent_is_gone_ends_also_while_it_hangs(module: str) -> None:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "lorafleet_runtime.rewards.child",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(b'{"target": "user_rewards.by_response"}\n')
+    assert await child.stdout.readline() == b'{"ok": true}\n'
+    child.stdin.write(b'{"prompt":"","response":"hang","label":0,"metadata":{},"truncated":false}\n')
+    child.stdin.close()
+    assert await asyncio.wait_for(child.wait(), 10) == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("user_rewards.missing", "AttributeError"),
+        ("no_such_module.f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("broken_rewards.f", "RuntimeError: at import"),
+        ("user_rewards.constant", "is a int, not a function"),
+        ("user_rewards.positional", "cannot be called with keywords prompt, response, label, metadata, truncated"),
+    ],
+)
+async def test_what_cannot_be_loaded_says_why(module: str, target: str, text: str) -> None:
+    process = RewardProcess(target, 10.0)
+    with pytest.raises(RewardFailure, match=text.replace("(", r"\(")):
+        await process.start()
+    assert process.pid is None

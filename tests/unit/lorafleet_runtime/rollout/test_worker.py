@@ -1,0 +1,193 @@
+"""The rollout worker with a scripted engine: groups, failure policies, opening and closing."""
+
+import json
+import os
+import textwrap
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import pytest_asyncio
+
+from lorafleet_api.v1alpha1.reasons import DATA_ERROR, INVALID_SPEC, REWARD_ERROR
+from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.rollout.worker import RolloutWorker
+from lorafleet_runtime.types import Completion, DroppedGroup, PromptGroup, SamplingParams, VersionId
+from support.tiny_model import EOS_ID, make_tokenizer
+
+VERSION = VersionId("uid-1", "7.2", 3)
+MODULE = """
+    def by_text(*, response, truncated, **call):
+        if response == "raise":
+            raise ValueError("no verdict")
+        return 0.0 if truncated else float(response)
+
+    def seen(*, prompt, response, label, metadata, truncated):
+        assert (prompt, response, label, metadata) == ("2 +", " 3", "5", {"level": 1}), (prompt, response, label)
+        return 1.0
+"""
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers every request with the given replies; "..." at the end of one means that it was cut off."""
+
+    replies: Sequence[str]
+    requests: list[tuple[str, VersionId | None, tuple[int, ...], SamplingParams]] = field(default_factory=list)
+
+    async def generate(
+        self, request_id: str, version: VersionId | None, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> list[Completion]:
+        self.requests.append((request_id, version, tuple(prompt_ids), params))
+        return [completion(reply) for reply in self.replies]
+
+
+def completion(reply: str) -> Completion:
+    cut = reply.endswith("...")
+    ids = make_tokenizer().encode(reply.removesuffix("...")) + ([] if cut else [EOS_ID])
+    reason: Literal["stop", "length"] = "length" if cut else "stop"
+    return Completion(tuple(ids), tuple(-0.5 - i for i in range(len(ids))), reason)
+
+
+def spec(**fields: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "poolRef": {"name": "p"},
+        "data": "d.jsonl",
+        "labelKey": "label",
+        "customRmPath": "worker_rewards.by_text",
+        "nSamplesPerPrompt": 4,
+        "sampling": {"maxTokens": 16, "temperature": 0.0, "stop": ["\n\n"]},
+        "algorithm": {"stdNorm": False},
+    }
+    return base | fields
+
+
+@pytest_asyncio.fixture
+async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RolloutWorker]:
+    model, storage = tmp_path / "model", tmp_path / "storage"
+    make_tokenizer().save_pretrained(model)
+    storage.mkdir()
+    rows = [{"text": "2 +", "label": "5", "meta": {"level": 1}}, {"text": "x" * 600, "label": "0"}]
+    (storage / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "worker_rewards.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    pool = {"baseModel": {"path": str(model)}, "engines": {"maxModelLen": 512}, "rewardModules": ["worker_rewards"]}
+    made = RolloutWorker(pool, model, storage)
+    yield made
+    await made.shutdown()
+
+
+async def group(worker: RolloutWorker, engine: ScriptedEngine, index: int = 0) -> PromptGroup:
+    got = await worker.run_group("uid-1", index, VERSION, engine)
+    assert isinstance(got, PromptGroup)
+    return got
+
+
+async def test_a_group_carries_what_the_engine_sampled_and_its_advantages(worker: RolloutWorker) -> None:
+    info = await worker.open("uid-1", spec())
+    assert (info.rows, info.skipped) == (1, 1)
+    got = await group(worker, ScriptedEngine(["1", "0", "0", "5..."]), index=9)
+    assert (got.uid, got.version, got.index) == ("uid-1", VERSION, 9)
+    assert got.texts == ("1", "0", "0", "5") and got.prompt_ids == tuple(make_tokenizer().encode("2 +"))
+    assert [s.reward for s in got.samples] == [1.0, 0.0, 0.0, 0.0]
+    assert [s.advantage for s in got.samples] == [0.75, -0.25, -0.25, -0.25]
+    assert [s.truncated for s in got.samples] == [False, False, False, True]
+    assert got.samples[0].token_ids[-1] == EOS_ID and got.samples[0].sampler_logprobs == (-0.5, -1.5)
+
+
+async def test_the_engine_gets_the_runs_sampling_and_no_seed(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec())
+    engine = ScriptedEngine(["1"] * 4)
+    await group(worker, engine)
+    await group(worker, engine)
+    (first, version, prompt_ids, params), (second, *_) = engine.requests
+    assert params == SamplingParams(4, 0.0, 1.0, 16, ("\n\n",), None)
+    assert version == VERSION and prompt_ids == tuple(make_tokenizer().encode("2 +"))
+    assert first.startswith("uid-1::7.2::0::v3-") and first != second
+
+
+async def test_the_reward_sees_the_row_and_the_text_without_its_end(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec(customRmPath="worker_rewards.seen", metadataKey="meta"))
+    got = await group(worker, ScriptedEngine([" 3"] * 4))
+    assert [s.reward for s in got.samples] == [1.0] * 4 and got.is_constant
+
+
+async def test_the_math_reward_scores_one_group(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec(customRmPath=None, rmType="math"))
+    replies = [r"Try \boxed{5}. No: \boxed{", r"Try \boxed{5}. \boxed{}", r"It is \boxed{5}.", r"\boxed{5}, \boxed{1"]
+    got = await group(worker, ScriptedEngine(replies))
+    assert [s.reward for s in got.samples] == [0.0, 0.0, 1.0, 0.0] and not got.is_constant
+
+
+async def test_policy_fail_fails_the_run_with_the_exception(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec())
+    with pytest.raises(RunError) as caught:
+        await group(worker, ScriptedEngine(["1", "raise", "1", "1"]))
+    assert caught.value.reason == REWARD_ERROR
+    assert "customRmPath: 'worker_rewards.by_text'" in caught.value.message
+    assert "ValueError: no verdict" in caught.value.message
+
+
+async def test_policy_zero_scores_zero(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec(rewardFailurePolicy="Zero"))
+    got = await group(worker, ScriptedEngine(["1", "raise", "nan", "1"]))
+    assert [s.reward for s in got.samples] == [1.0, 0.0, 0.0, 1.0]
+
+
+async def test_policy_drop_drops_the_group(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec(rewardFailurePolicy="Drop"))
+    got = await worker.run_group("uid-1", 4, VERSION, ScriptedEngine(["1", "raise", "1", "1"]))
+    assert got == DroppedGroup("uid-1", VERSION, 4, "rewardError", "ValueError: no verdict")
+
+
+@pytest.mark.parametrize("replies", [["1"] * 3, ["1", "1", "1", "..."]])
+async def test_an_incomplete_answer_is_an_aborted_group(worker: RolloutWorker, replies: list[str]) -> None:
+    await worker.open("uid-1", spec())
+    got = await worker.run_group("uid-1", 0, VERSION, ScriptedEngine(replies))
+    assert got == DroppedGroup("uid-1", VERSION, 0, "aborted", "3 of 4 completions came back")
+
+
+async def test_the_engines_errors_come_through(worker: RolloutWorker) -> None:
+    class Away(ScriptedEngine):
+        async def generate(self, *call: Any) -> list[Completion]:
+            raise Retryable("engine-0 is restarting")
+
+    await worker.open("uid-1", spec())
+    with pytest.raises(Retryable, match="engine-0"):
+        await worker.run_group("uid-1", 0, VERSION, Away([]))
+
+
+async def test_a_run_that_is_not_open_is_to_be_opened_again(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec())
+    await worker.close("uid-1")
+    with pytest.raises(Retryable, match="open it again"):
+        await worker.run_group("uid-1", 0, VERSION, ScriptedEngine([]))
+
+
+async def test_open_is_idempotent_and_a_new_spec_replaces_the_old(worker: RolloutWorker) -> None:
+    first = await worker.open("uid-1", spec())
+    assert await worker.open("uid-1", spec()) is first
+    await worker.open("uid-1", spec(rewardFailurePolicy="Zero"))
+    assert (await group(worker, ScriptedEngine(["raise"] * 4))).is_constant
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "text"),
+    [
+        ({"data": "none.jsonl"}, DATA_ERROR, "data: 'none.jsonl' does not exist"),
+        (
+            {"customRmPath": "worker_rewards.none"},
+            REWARD_ERROR,
+            "'worker_rewards.none' cannot be loaded: AttributeError",
+        ),
+        ({"customRmPath": "os.getcwd"}, INVALID_SPEC, "rewardModules allow worker_rewards"),
+    ],
+)
+async def test_what_cannot_be_opened_is_the_runs_error(
+    worker: RolloutWorker, fields: dict[str, Any], reason: str, text: str
+) -> None:
+    with pytest.raises(RunError) as caught:
+        await worker.open("uid-1", spec(**fields))
+    assert caught.value.reason == reason and text in caught.value.message
