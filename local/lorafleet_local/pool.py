@@ -1,15 +1,19 @@
 """The demo's AdapterPool: its spec, the runtime's configuration file and the manifests that `stack` applies.
 
-Called by `stack`. Sized for 2 cores and 24 GiB. Pure: returns documents, writes nothing.
+Called by `stack`. Sized for 2 cores and 24 GiB. Returns documents, writes and starts nothing.
 """
 
 from pathlib import Path
 from typing import Any
 
-POOL_NAME = "local"
+import yaml
+
+POOL_NAME = "demo"
 """The pool that manifests/examples name in poolRef."""
 NAMESPACE = "default"
-TOKEN_SECRET = "local-runtime-token"
+TOKEN_SECRET = "demo-runtime-token"
+
+_BASE_KINDS = ("Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
 
 Document = dict[str, Any]
 
@@ -77,3 +81,13 @@ def token_secret(token: str) -> Document:
         "type": "Opaque",
         "stringData": {"token": token},
     }
+
+
+def base_documents(files: list[Path]) -> list[Document]:
+    """The objects of manifests/base that this edition needs, namespaces first.
+
+    The operator's Deployment and what only its pod needs stay out: here the operator is a process.
+    """
+    documents = [document for file in files for document in yaml.safe_load_all(file.read_text()) if document]
+    wanted = [document for document in documents if document["kind"] in _BASE_KINDS]
+    return sorted(wanted, key=lambda document: _BASE_KINDS.index(document["kind"]))

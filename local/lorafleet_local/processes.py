@@ -6,6 +6,7 @@ parent (Ray's daemons) or was started in the instant before this program was kil
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-STACK_ENV = "LORAFLEET_STACK_ID"
+STACK_ENV = "LORAFLEET_STACK"
 _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 3.0
 """What descendants get to end by themselves once their root is gone."""
@@ -146,14 +147,22 @@ def log_tail(log: str, lines: int = 20) -> str:
     return f"{kept}\n  (log: {log})"
 
 
+def members(stack_id: str, roots: Iterable[Process]) -> list[psutil.Process]:
+    """Every live process of the stack: what was started, its descendants, and what carries the stack's id.
+
+    Both ways are needed: daemons leave their parent, and a process that sets its title overwrites its environment.
+    """
+    live = [found for process in roots if (found := find(process)) is not None]
+    return list({process.pid: process for process in [*_with_descendants(live), *_marked(stack_id)]}.values())
+
+
 def peak_rss_bytes(stack_id: str, roots: Iterable[Process]) -> dict[str, int]:
     """Peak resident memory (VmHWM) of every live process of the stack, by a short name; children are listed apart."""
-    live = [p for process in roots if (p := find(process)) is not None]
     peaks: dict[str, int] = {}
-    for process in {p.pid: p for p in [*_with_descendants(live), *_marked(stack_id)]}.values():
+    for process in members(stack_id, roots):
         try:
             status = Path(f"/proc/{process.pid}/status").read_text()
-            name = _short_name(process)
+            name = _short_name(process.cmdline())
         except (OSError, psutil.Error):
             continue
         peak = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
@@ -169,13 +178,20 @@ def _start_ticks(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
 
 
-def _short_name(process: psutil.Process) -> str:
-    argv = process.cmdline()
-    if argv and argv[0].startswith("ray::"):
-        return argv[0].split()[0].replace("ray::", "ray-")
-    words = [Path(word).name for word in argv[:4] if not word.startswith("-")]
-    scripts = [word for word in words if not word.startswith("python")]
-    return "-".join(scripts[:2]) if scripts and scripts[0] == "lorafleet-runtime" else (scripts or [process.name()])[0]
+def _short_name(argv: list[str]) -> str:
+    """A name for figures: the actor's class, the module or the program, without paths and versions.
+
+    Example: ["/venv/bin/python", "-m", "lorafleet_runtime.cli", "serve"] is "lorafleet_runtime.cli".
+    """
+    words = [word for word in argv if not word.startswith("-")] or ["unknown"]
+    if words[0].startswith("ray::"):  # "ray::Actor.method" while it works, "ray::Actor" while it waits
+        return "ray-" + words[0].removeprefix("ray::").split(".")[0]
+    if words[0].startswith("VLLM::"):
+        return "vllm-" + words[0].removeprefix("VLLM::").split()[0]
+    script = words[1] if len(words) > 1 and Path(words[0]).name.startswith("python") else words[0]
+    if script.startswith("from multiprocessing"):
+        return "multiprocessing"
+    return re.sub(r"-[0-9][0-9.]*$", "", Path(script).name)
 
 
 def _marked(stack_id: str) -> list[psutil.Process]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import httpx
 
+from lorafleet_api.v1alpha1.wire import AdapterList
 from lorafleet_local import pool
 from lorafleet_local.api import Api, condition
 from lorafleet_local.binaries import BinaryError, find_binaries
@@ -66,12 +67,13 @@ class Stack:
         return Api(self.apiserver_url, self.state.folder)
 
 
-def up(folder: Path, reporter: Reporter, progress_seconds: float = 2.0) -> Stack:
+def up(folder: Path, reporter: Reporter, spec: pool.Document | None = None, progress_seconds: float = 2.0) -> Stack:
     """Bring the stack up; a stack that is already up is left alone.
 
     Args:
         folder: state folder.
         reporter: told what is done and what is waited for.
+        spec: AdapterPool spec without `endpoint`; the demo's when None. Its storage must be FOLDER/storage.
         progress_seconds: least time between two progress writes of the operator for one run.
 
     Raises:
@@ -86,7 +88,8 @@ def up(folder: Path, reporter: Reporter, progress_seconds: float = 2.0) -> Stack
         _take_down(state, reporter)
         state.save()
         try:
-            return _bring_up(state, reporter, progress_seconds)
+            spec = spec or pool.pool_spec(ensure_model(), folder / "storage")
+            return _bring_up(state, reporter, spec, progress_seconds)
         except BaseException:
             reporter.say("start failed or interrupted: stopping what was started")
             _take_down(state, reporter)
@@ -122,9 +125,8 @@ def _stack(state: State) -> Stack:
     )
 
 
-def _bring_up(state: State, reporter: Reporter, progress_seconds: float) -> Stack:
+def _bring_up(state: State, reporter: Reporter, spec: pool.Document, progress_seconds: float) -> Stack:
     binaries = find_binaries()
-    spec = pool.pool_spec(ensure_model(), state.folder / "storage")
     with reporter.phase("runtime start"):
         runtime = _start_runtime(state, spec)
     reporter.say("runtime: started (Ray, trainer and engine load in the background)")
@@ -140,9 +142,12 @@ def _bring_up(state: State, reporter: Reporter, progress_seconds: float) -> Stac
     reporter.say("objects: CRDs, RBAC, token Secret and AdapterPool applied; operator: started")
     with reporter.phase("pool ready"):
         _wait_pool_ready(stack, (runtime, operator), reporter)
+    reporter.say(f"AdapterPool {pool.POOL_NAME}: Ready")
+    with reporter.phase("trainer and engine ready"):
+        _wait_warm(stack, runtime, reporter)
+    reporter.say("trainer and engine: ready")
     state.ready = True
     state.save()
-    reporter.say(f"AdapterPool {pool.POOL_NAME}: Ready")
     return stack
 
 
@@ -202,8 +207,9 @@ def _apply_base(kubectl: Kubectl) -> None:
         return True
 
     wait_until("CRDs established", established, _APPLY_SECONDS)
-    for path in sorted(base.glob("*.yaml")):
-        kubectl("apply", "--server-side", "--force-conflicts", "-f", str(path))
+    documents = pool.base_documents(sorted(base.glob("*.yaml")))
+    if documents:
+        _apply(kubectl, {"apiVersion": "v1", "kind": "List", "items": documents})
 
 
 def _apply(kubectl: Kubectl, document: pool.Document) -> None:
@@ -233,6 +239,26 @@ def _wait_pool_ready(stack: Stack, processes: tuple[Process, ...], reporter: Rep
         raise StartError(f"{error}\n{tails}") from error
     finally:
         api.close()
+
+
+def _wait_warm(stack: Stack, runtime: Process, reporter: Reporter) -> None:
+    """Wait for what the pool's Ready does not promise: that a run would start at once."""
+    headers = {"Authorization": f"Bearer {stack.token_file.read_text().strip()}"}
+
+    def warm() -> bool:
+        try:
+            answer = client.get("/v1/adapters").raise_for_status()
+        except httpx.HTTPError as error:
+            reporter.waiting(f"the runtime to answer ({type(error).__name__})")
+            return False
+        found = AdapterList.model_validate(answer.json())
+        engines = [engine.ready for engine in found.engines]
+        trainer = "ready" if found.trainer.ready else "loading"
+        reporter.waiting(f"trainer: {trainer}, engine: {'ready' if engines and all(engines) else 'loading'}")
+        return found.trainer.ready and bool(engines) and all(engines)
+
+    with httpx.Client(base_url=stack.runtime_url, headers=headers, trust_env=False, timeout=10.0) as client:
+        wait_until("trainer and engine ready", warm, _POOL_READY_SECONDS, runtime, poll_seconds=0.25)
 
 
 def _take_down(state: State, reporter: Reporter) -> None:

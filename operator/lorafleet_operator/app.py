@@ -14,7 +14,7 @@ from http.server import ThreadingHTTPServer
 
 from lorafleet_operator import metrics
 from lorafleet_operator.controller import Controller, run_workers
-from lorafleet_operator.errors import OperatorError, Temporary
+from lorafleet_operator.errors import OperatorError
 from lorafleet_operator.handlers.watch import Watcher
 from lorafleet_operator.health import Health, serve
 from lorafleet_operator.kube.access import load_access
@@ -107,8 +107,8 @@ class Process:
             try:
                 for kind in KINDS:
                     await self._list(kind)
-            except Temporary as error:
-                logger.warning("the API server does not answer yet: %s", error)
+            except OperatorError as error:
+                logger.error("cannot list yet, trying again: %s", error)
                 await asyncio.sleep(backoff.next())
             else:
                 return

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from lorafleet_api.v1alpha1 import names, reasons
-
 from lorafleet_operator import metrics
 from lorafleet_operator.errors import Conflict, Invalid, NotFound, OperatorError, RuntimeFenced, SpecRefused
 from lorafleet_operator.kube.client import KubeClient

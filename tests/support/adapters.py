@@ -36,7 +36,7 @@ def random_adapter(
 
 
 def pack(
-    tensors: dict[str, np.ndarray], rank: int, alpha: int, modules: Sequence[str] = ALL_LINEAR
+    tensors: dict[str, np.ndarray], rank: int, alpha: int, modules: Sequence[str] = ALL_LINEAR, rslora: bool = False
 ) -> tuple[Manifest, bytes]:
     """Tensors one after another in a buffer, with a true manifest."""
     entries, offset = [], 0
@@ -45,4 +45,4 @@ def pack(
         offset += array.nbytes
     buffer = b"".join(np.ascontiguousarray(a).tobytes() for a in tensors.values())
     digest = hashlib.sha256(buffer).hexdigest()
-    return Manifest(rank, alpha, tuple(modules), "tiny", "float32", tuple(entries), offset, digest), buffer
+    return Manifest(rank, alpha, tuple(modules), "tiny", "float32", tuple(entries), offset, digest, rslora), buffer

@@ -5,6 +5,7 @@ The actor is a process of its own: vLLM must not share one with a test's torch w
 
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,7 @@ def running_engine(env: dict[str, str] | None = None) -> Iterator[EngineUnderTes
             "storage": {"path": str(home / "storage")},
             "env": {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **(env or {})},
         })  # fmt: skip
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling); a nice actor starves beside its tests
         ray.init(num_cpus=0, object_store_memory=512 << 20, include_dashboard=False, _temp_dir=str(home / "ray"))
         actor = create_engine(spec, engine_config(spec, "engine-test", str(home / "stage")), local=True)
         ray.get(actor.start.remote())

@@ -8,6 +8,7 @@ One lock guards everything; long polls wait on its condition.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import threading
@@ -48,6 +49,8 @@ class FakeRuntime:
     """DELETE answers 202 and leaves the run in CLEANUP until `finish_cleanup`."""
     refusals: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Run name to the problem JSON of a 422."""
+    conflicts: int = 0
+    """So many PUTs of runs are answered 409 though no newer operator is there."""
     boot_epoch: int = 1
     revision: int = 1
     synced: bool = False
@@ -59,11 +62,14 @@ class FakeRuntime:
     engine: dict[str, str] = field(default_factory=dict)
     """uid to the adapter name on the engine."""
     trainer: dict[int, str] = field(default_factory=dict)
+    admitted: list[str] = field(default_factory=list)
+    """uids in the order in which they got a slot."""
     port: int = 0
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._server: ThreadingHTTPServer | None = None
+        self._stopped = False
 
     @property
     def url(self) -> str:
@@ -72,6 +78,7 @@ class FakeRuntime:
 
     def start(self) -> None:
         """Listens; keeps its port over stop and start."""
+        self._stopped = False
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), _handler(self))
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
@@ -80,7 +87,7 @@ class FakeRuntime:
     def stop(self) -> None:
         """Stops listening; long polls end with an error."""
         with self._changed:
-            server, self._server = self._server, None
+            server, self._server, self._stopped = self._server, None, True
             self._changed.notify_all()
         if server is not None:
             server.shutdown()
@@ -160,6 +167,7 @@ class FakeRuntime:
                 self.views[uid] = view.model_copy(update={"queue_position": 1, "reason": reasons.SLOTS_EXHAUSTED})
                 continue
             self.trainer[free[0]] = uid
+            self.admitted.append(uid)
             self.engine[uid] = f"{uid}@{self.boot_epoch}.1.v1"
             self.views[uid] = view.model_copy(
                 update={
@@ -219,15 +227,20 @@ class FakeRuntime:
         refused = self._fenced(body.operator_epoch)
         if refused or body.name in self.refusals:
             return refused or (422, self.refusals[body.name])
+        if self.conflicts:
+            self.conflicts -= 1
+            return _problem(409, "Conflict", "busy")
         view = self.views.get(uid)
         spec = body.spec
         if view is None:
             view = AdapterView(
                 uid=uid, namespace=body.namespace, name=body.name, owner="operator", generation=body.generation,
-                state="QUEUED", registered=False, reason=reasons.CHECKING_DATA, message="", target_step=spec.get("numStep", 10),
+                state="QUEUED", registered=False, reason=reasons.CHECKING_DATA, message="",
                 groups_per_step=spec.get("rolloutBatchSize", 8),
             )  # fmt: skip
-        self.views[uid] = view.model_copy(update={"generation": body.generation, "target_step": spec.get("numStep", 10)})
+        self.views[uid] = view.model_copy(
+            update={"generation": body.generation, "target_step": spec.get("numStep", 10)}
+        )
         if spec.get("cancel"):
             self.update(uid, outcome="Cancelled", reason=reasons.CANCELLED)
             self._end(uid, "COMPLETED")
@@ -259,10 +272,10 @@ class FakeRuntime:
             after = tuple(int(part) for part in query["after"][0].split(","))
             seconds = float(query.get("timeout", ["30"])[0])
             self._changed.wait_for(
-                lambda: (self.boot_epoch, self.revision) != after or self._server is None or self._fenced(epoch),
+                lambda: (self.boot_epoch, self.revision) != after or self._stopped or self._fenced(epoch),
                 timeout=seconds,
             )
-            if self._server is None:
+            if self._stopped:
                 raise ConnectionAbortedError("stopped")
             refused = self._fenced(epoch)
             if refused and self.synced:
@@ -306,7 +319,8 @@ def _handler(runtime: FakeRuntime) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.wfile.write(content)
 
         do_GET = do_PUT = do_DELETE = _serve
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.fake_actors import FakeEngine, FakeTrainer, FakeWorker, Handle
-from support.runs import pool_spec
-
 from lorafleet_runtime.config.config import PoolIdentity, RuntimeConfig
 from lorafleet_runtime.loop.driver import drive
 from lorafleet_runtime.loop.engines import EngineSet
@@ -20,6 +17,8 @@ from lorafleet_runtime.loop.workers import WorkerSet
 from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.types import Cursor
+from support.fake_actors import FakeEngine, FakeTrainer, FakeWorker, Handle
+from support.runs import pool_spec
 
 
 @dataclass

@@ -25,7 +25,9 @@ def reference_logprobs(
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if adapter is not None:
         m = adapter.manifest
-        config = LoraConfig(r=m.rank, lora_alpha=m.alpha, target_modules=list(m.target_modules), lora_dropout=0.0)
+        config = LoraConfig(
+            r=m.rank, lora_alpha=m.alpha, use_rslora=m.use_rslora, target_modules=list(m.target_modules)
+        )
         net = get_peft_model(net, config)
         state = {name: torch.from_numpy(array) for name, array in adapter.tensors.items()}
         outcome = set_peft_model_state_dict(net, state)

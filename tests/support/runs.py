@@ -45,8 +45,8 @@ def put(registry: Registry, uid: str, *, created: float = 0.0, generation: int =
 DATASET = DatasetInfo(rows=10, skipped=0, digest="d")
 
 
-def group(uid: str, index: int, *, incarnation: str = "1.1", n: int = 1, rewards: tuple[float, ...] = (0.0, 1.0)) -> PromptGroup:
-    """A finished group of one-token responses."""
-    mean = sum(rewards) / len(rewards)
+def group(uid: str, index: int, *, incarnation: str = "1.1", n: int = 1) -> PromptGroup:
+    """A finished group of two one-token responses, with rewards 0 and 1."""
+    rewards, mean = (0.0, 1.0), 0.5
     samples = tuple(Sample((5,), (-0.5,), r, r - mean, False) for r in rewards)
     return PromptGroup(uid, VersionId(uid, incarnation, n), index, (1, 2, 3), samples, tuple("x" for _ in rewards))

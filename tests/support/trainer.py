@@ -26,7 +26,7 @@ def make_rank(model: Path, storage: Path, dtype: torch.dtype | None = None, **tr
     return TrainerRank(AdapterPoolSpec.model_validate(spec), str(model), str(storage), dtype)
 
 
-def make_request(uid: str, slot: int = 0, checkpoint: str | None = None, **spec: Any) -> LoadRequest:
+def make_request(uid: str, /, slot: int = 0, resume: str | None = None, **spec: Any) -> LoadRequest:
     """A run with rank 4 and a learning rate that moves weights visibly; `spec` holds camelCase fields."""
     base: dict[str, Any] = {
         "poolRef": {"name": "pool"},
@@ -36,7 +36,7 @@ def make_request(uid: str, slot: int = 0, checkpoint: str | None = None, **spec:
         "alpha": 8,
         "optimizer": {"lr": 1e-2},
     }
-    return LoadRequest(uid, "team", f"run-{uid}", slot, base | spec, 10, "data-digest", checkpoint)
+    return LoadRequest(uid, "team", f"run-{uid}", slot, base | spec, 10, "data-digest", resume)
 
 
 def load(rank: TrainerRank, uid: str, /, slot: int = 0, seed: int = 1, **spec: Any) -> Loaded:

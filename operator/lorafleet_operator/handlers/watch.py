@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import kopf
-from lorafleet_api.v1alpha1 import names
 
+from lorafleet_api.v1alpha1 import names
 from lorafleet_operator.kube.access import ApiAccess
 from lorafleet_operator.store import KINDS, Kind, Object
 
@@ -26,7 +26,8 @@ OnEvent = Callable[[Kind, str | None, Object], None]
 RECONNECT_SECONDS = 300
 CONNECT_TIMEOUT_SECONDS = 5
 REQUEST_TIMEOUT_SECONDS = 30
-API_RETRY_SECONDS = (0.5, 1, 2, 3, 5, 5, 5, 5, 5)
+API_RETRY_SECONDS = (0.5, 1.0, 2.0, 3.0, *(5.0 for _ in range(720)))
+"""kopf's waits between tries: an API server may be away for an hour before the process ends and is started anew."""
 
 
 class Watcher:

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import httpx
-from lorafleet_api.v1alpha1 import names
 
+from lorafleet_api.v1alpha1 import names
 from lorafleet_operator.errors import ApiRefused, ApiUnavailable, Conflict, Invalid, NotFound
 from lorafleet_operator.kube.access import ApiAccess
 

@@ -4,6 +4,8 @@ import math
 from typing import Any
 
 import httpx
+from pydantic import ValidationError
+
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.meta import ApiModel
 from lorafleet_api.v1alpha1.wire import (
@@ -14,8 +16,6 @@ from lorafleet_api.v1alpha1.wire import (
     PutAdapter,
     PutPool,
 )
-from pydantic import ValidationError
-
 from lorafleet_operator.errors import RuntimeFenced, RuntimeUnauthorized, RuntimeUnavailable, SpecRefused
 
 CALL_TIMEOUT = httpx.Timeout(30.0, connect=3.0)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.wire import AdapterList, AdapterView, PoolView, PutAdapter, PutPool
-
 from lorafleet_operator.errors import (
     ApiRefused,
     NotFound,
@@ -107,6 +106,10 @@ class PoolConnection:
                     self._lose(reasons.RUNTIME_UNREACHABLE, str(error))
                 except OperatorError as error:
                     self._lose(reasons.SYNCING, f"the API server does not answer: {error}")
+                except Exception as error:
+                    # The loop's boundary: a connection that ends would leave its runs alone for ever.
+                    logger.exception("runtime %s: unexpected", self.url)
+                    self._lose(reasons.RUNTIME_UNREACHABLE, f"unexpected: {type(error).__name__} {error}")
                 await asyncio.sleep(backoff.next())
         finally:
             await self._close()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.wire import PutAdapter
-
 from lorafleet_operator.errors import Conflict, OperatorError, RuntimeUnavailable
 from lorafleet_operator.kube.client import KubeClient
 from lorafleet_operator.pool.client import RuntimeClient, open_runtime
@@ -170,9 +169,13 @@ class Links:
         if entry is not None:
             entry.task.cancel()
 
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """The running connections and deletions."""
+        return [*(entry.task for entry in self._entries.values()), *self._sweeps.values()]
+
     async def close(self) -> None:
         """Ends every connection."""
-        tasks = [entry.task for entry in self._entries.values()] + list(self._sweeps.values())
+        tasks = self.tasks()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

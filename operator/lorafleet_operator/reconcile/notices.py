@@ -3,7 +3,6 @@
 from typing import Any
 
 from lorafleet_api.v1alpha1 import reasons
-
 from lorafleet_operator.reconcile import conditions
 from lorafleet_operator.reconcile.observed import Observed
 from lorafleet_operator.reconcile.plan import Notice

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lorafleet_api.v1alpha1 import reasons
-from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from pydantic import ValidationError
 
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_operator.reconcile import conditions
 from lorafleet_operator.reconcile.conditions import Wanted
 from lorafleet_operator.reconcile.observed import Object, PoolLink

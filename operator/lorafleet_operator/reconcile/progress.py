@@ -5,7 +5,6 @@ from typing import Any
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.wire import AdapterView
-
 from lorafleet_operator.reconcile import conditions
 from lorafleet_operator.reconcile.observed import Observed
 from lorafleet_operator.reconcile.state import FINISHED_ROWS, Row, State, start_seconds

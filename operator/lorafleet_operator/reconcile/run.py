@@ -10,7 +10,6 @@ from typing import Any
 
 from lorafleet_api.v1alpha1 import names, reasons
 from lorafleet_api.v1alpha1.wire import AdapterView, PutAdapter
-
 from lorafleet_operator.reconcile import conditions, progress
 from lorafleet_operator.reconcile.conditions import Wanted
 from lorafleet_operator.reconcile.notices import notices_of

@@ -15,7 +15,6 @@ from enum import StrEnum
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.status import REASON_PATTERN
 from lorafleet_api.v1alpha1.wire import AdapterView
-
 from lorafleet_operator.reconcile import conditions
 from lorafleet_operator.reconcile.observed import Observed
 from lorafleet_operator.settings import Settings

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
+
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.meta import ApiModel
 from lorafleet_api.v1alpha1.status import AdapterPoolStatus, AdapterRunStatus
-from pydantic import ValidationError
-
 from lorafleet_operator import metrics
 from lorafleet_operator.errors import Conflict, Invalid, OperatorError
 from lorafleet_operator.kube.client import KubeClient

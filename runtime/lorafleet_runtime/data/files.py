@@ -13,8 +13,8 @@ from typing import Any
 import fsspec
 import pyarrow
 import pyarrow.parquet
-from lorafleet_api.v1alpha1.reasons import DATA_ERROR
 
+from lorafleet_api.v1alpha1.reasons import DATA_ERROR
 from lorafleet_runtime.errors import RunError
 
 OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "hf")

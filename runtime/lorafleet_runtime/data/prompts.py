@@ -13,10 +13,10 @@ from random import Random
 from typing import Any
 
 import jinja2
-from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
-from lorafleet_api.v1alpha1.reasons import DATA_ERROR, INVALID_SPEC
 from transformers import PreTrainedTokenizerBase
 
+from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
+from lorafleet_api.v1alpha1.reasons import DATA_ERROR, INVALID_SPEC
 from lorafleet_runtime.data.files import DataFile, read_file
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.types import DatasetInfo

@@ -216,16 +216,16 @@ class Engine:
         return gone
 
     async def list(self) -> EngineStatus:
-        """What this engine holds, by the server's own listing. A dead server holds nothing and is not ready."""
-        try:
-            ids = await self._backend.loaded()
-            ready = not self._backend.dead
-        except EngineDead:
-            ids, ready = set(), False
+        """What this engine holds, by the server's own listing.
+
+        Raises:
+            Retryable: the engine is gone, and every adapter with it.
+        """
+        ids = await self._backend.loaded()
         names = tuple(sorted(self._state.names.get(i, f"unknown-id-{i}") for i in ids))
         return EngineStatus(
             engine=self._config.name,
-            ready=ready,
+            ready=not self._backend.dead,
             adapters=names,
             listed_at=time.time(),
             pids=process_tree(),

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_api.v1alpha1.reasons import INVALID_SPEC
-
 from lorafleet_runtime.errors import RunError
 
 BUILT_IN = {"math": "lorafleet_runtime.rewards.math.math_reward"}

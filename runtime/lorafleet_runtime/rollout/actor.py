@@ -5,13 +5,13 @@ errors come back as the runtime's own.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
-from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
-from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from ray.actor import ActorHandle
 
+from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
+from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.remote import call
 from lorafleet_runtime.types import (
     Completion,
@@ -21,9 +21,6 @@ from lorafleet_runtime.types import (
     SamplingParams,
     VersionId,
 )
-
-if TYPE_CHECKING:
-    from lorafleet_runtime.rollout.worker import RolloutWorker
 
 _SPARE_CALLS = 64  # room for open and close while every group slot is taken
 

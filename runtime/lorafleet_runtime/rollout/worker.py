@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_api.v1alpha1.reasons import REWARD_ERROR
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
 from lorafleet_runtime.data.prompts import PromptRow, PromptSource, open_source
 from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.rewards.process import RewardFailure, RewardProcess

@@ -42,13 +42,14 @@ class TrainerActor:
 
     def __init__(self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str) -> None:
         """Load the base model."""
-        threads = pool_spec.trainer.num_threads
-        if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(threads)
+        # Ray sets OMP_NUM_THREADS=1 in its workers, so the count is always explicit; waiting threads must not spin on
+        # cores that an engine shares.
+        threads = pool_spec.trainer.num_threads or len(os.sched_getaffinity(0))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         import torch
 
-        if threads is not None:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads)
         from lorafleet_runtime.trainer import rank
 
         self._rank: TrainerRank = rank.TrainerRank(pool_spec, model_path, storage_root)
@@ -98,8 +99,12 @@ def start_trainer(pool_spec: AdapterPoolSpec, model_path: str, storage_root: str
     Returns:
         The Ray handle, at once; the first call waits until the base model is loaded.
     """
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_restarts": 0,  # a trainer without its runs is of no use: the loop starts a new one and loads them
+        "runtime_env": {"env_vars": dict(pool_spec.env)},
+    }
     if not local_resources:
         options["resources"] = {RESOURCE: 1}
-        options["num_gpus"] = 1 if pool_spec.trainer.resources.get("limits", {}).get("nvidia.com/gpu") else 0
+        options["num_gpus"] = 1
     return ray.remote(TrainerActor).options(**options).remote(pool_spec, model_path, storage_root)

@@ -107,6 +107,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
     """[rows, heads, head_dim] in and out; causal when there is no mask."""
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
+    if gqa and mask is not None and query.is_cuda:  # CUDA's fused kernel with a mask takes no grouped heads
+        k, v = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (k, v))
+        gqa = False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
     return out[0].transpose(0, 1)
 

@@ -34,7 +34,7 @@ class _LoraSite:
         return lora_linear(x, weight, bias, LoraPlan(work, self._columns)) if work else None
 
 
-class LoraColumnParallelLinear(_LoraSite, ColumnParallelLinear):
+class LoraColumnParallelLinear(_LoraSite, ColumnParallelLinear):  # type: ignore[misc, unused-ignore]
     """q, k, v or gate, up."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -42,7 +42,7 @@ class LoraColumnParallelLinear(_LoraSite, ColumnParallelLinear):
         return super()._forward_impl(input, weight, *args, **kwargs) if y is None else y
 
 
-class LoraRowParallelLinear(_LoraSite, RowParallelLinear):
+class LoraRowParallelLinear(_LoraSite, RowParallelLinear):  # type: ignore[misc, unused-ignore]
     """o or down."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

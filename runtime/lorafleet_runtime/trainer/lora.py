@@ -26,6 +26,9 @@ SITES: dict[str, tuple[str, ...]] = {
 }
 """The model's four linear operations per layer, and the projections that each computes at once."""
 
+PROJECTIONS = tuple(projection for projections in SITES.values() for projection in projections)
+"""All seven, in the order of the flat buffer."""
+
 PARENT = {
     "q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
     "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",

@@ -29,7 +29,7 @@ from lorafleet_runtime.trainer.weights import Target, load_weights
 
 
 @dataclass
-class _PackedPass(PackedSeqParams):
+class _PackedPass(PackedSeqParams):  # type: ignore[misc, unused-ignore]
     layout: Layout | None = None
 
 

@@ -23,7 +23,7 @@ from lorafleet_runtime.trainer.admit import check_group, check_load
 from lorafleet_runtime.trainer.batch import MicroBatch, Work, make_micro_batch, pack, split_group
 from lorafleet_runtime.trainer.export import flat_export, write_adapter
 from lorafleet_runtime.trainer.initial import init_kaiming, load_peft, read_peft_config
-from lorafleet_runtime.trainer.lora import Segment, SlotAdapter
+from lorafleet_runtime.trainer.lora import PROJECTIONS, Segment, SlotAdapter
 from lorafleet_runtime.trainer.losses.head import HeadResult, head_logprobs, head_loss
 from lorafleet_runtime.trainer.losses.policy import LossParams, PolicyTokens, policy_loss
 from lorafleet_runtime.trainer.model import BaseModel
@@ -120,7 +120,8 @@ class TrainerRank:
             RunError: the run cannot be trained here; nothing of it is left behind.
         """
         spec = check_load(request, self._pool, self.slots())
-        targets = tuple(spec.target_modules or self._pool.target_modules)
+        chosen = spec.target_modules or self._pool.target_modules
+        targets = tuple(p for p in PROJECTIONS if p in chosen)  # one order whatever the spec says
         identity = checkpoints.Identity(
             request.uid, self._digest, request.data_digest, spec.rank, spec.lora_alpha, targets
         )

@@ -104,3 +104,19 @@ def test_peak_memory_is_listed_by_name(tmp_path: Path, stack_id: str) -> None:
     wait_until("sleeper", lambda: is_up(tmp_path / "log"), 5.0, process)
     (peak,) = processes.peak_rss_bytes(stack_id, [process]).values()
     assert 1 << 20 < peak < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["/venv/bin/python", "-m", "lorafleet_runtime.cli", "serve"], "lorafleet_runtime.cli"),
+        (["/venv/bin/python3.12", "-u", "/venv/bin/lorafleet-operator", "--namespace", "x"], "lorafleet-operator"),
+        (["/cache/bin/kube-apiserver-1.37.2", "--bind-address=127.0.0.1"], "kube-apiserver"),
+        (["ray::TrainerActor.accumulate"], "ray-TrainerActor"),
+        (["VLLM::EngineCore"], "vllm-EngineCore"),
+        (["/venv/bin/python", "-c", "from multiprocessing.resource_tracker import main;main(66)"], "multiprocessing"),
+        ([], "unknown"),
+    ],
+)
+def test_short_names(argv: list[str], name: str) -> None:
+    assert processes._short_name(argv) == name

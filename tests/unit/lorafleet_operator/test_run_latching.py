@@ -3,12 +3,23 @@
 from typing import Any
 
 import pytest
+
 from lorafleet_api.v1alpha1 import names, reasons
 from lorafleet_api.v1alpha1.wire import ArtifactView
 from lorafleet_operator.reconcile.conditions import timestamp
 from lorafleet_operator.reconcile.run import plan_run
 from support.operator_world import (
-    SETTINGS, T0, UID, condition, flags, held, link, listing, run_object, seen, view,
+    SETTINGS,
+    T0,
+    UID,
+    condition,
+    flags,
+    held,
+    link,
+    listing,
+    run_object,
+    seen,
+    view,
 )  # fmt: skip
 
 
@@ -19,7 +30,8 @@ def status_after(*steps: Any, run: dict[str, Any] | None = None) -> dict[str, An
         status = plan_run(seen(run, listed, now=T0 + now), SETTINGS).status
         assert status is not None
         run = run | {"status": status}
-    return run["status"]
+    stored: dict[str, Any] = run["status"]
+    return stored
 
 
 TRAINING = listing(view(step=14, slot=0, weight_version=15), engine=held(), trainer={0: UID})

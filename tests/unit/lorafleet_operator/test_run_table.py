@@ -1,11 +1,24 @@
 """The state table of the design, row by row: what is observed in, the nine conditions out."""
 
 import pytest
+
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_operator.reconcile.observed import Observed, Refusal
 from lorafleet_operator.reconcile.run import plan_run
 from support.operator_world import (
-    CREATED, SETTINGS, T0, UID, condition, flags, held, link, listing, pool_object, run_object, seen, view,
+    CREATED,
+    SETTINGS,
+    T0,
+    UID,
+    condition,
+    flags,
+    held,
+    link,
+    listing,
+    pool_object,
+    run_object,
+    seen,
+    view,
 )  # fmt: skip
 
 ORDER = ("Registered", "Ready", "Suspended", "Complete", "Failed", "Finished", "Deregistered", "Stalled")
@@ -183,9 +196,7 @@ def test_conditions_of_the_row(name: str, observed: Observed, expected: str, rea
 
 
 @pytest.mark.parametrize(("name", "observed", "expected", "reason"), ROWS, ids=[entry[0] for entry in ROWS])
-def test_exactly_one_of_ready_reconciling_stalled(
-    name: str, observed: Observed, expected: str, reason: str
-) -> None:
+def test_exactly_one_of_ready_reconciling_stalled(name: str, observed: Observed, expected: str, reason: str) -> None:
     status = plan_run(observed, SETTINGS).status
     assert status is not None
     got = flags(status)

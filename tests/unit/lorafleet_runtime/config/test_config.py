@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.runs import pool_spec
 
 from lorafleet_runtime.config.config import load_config
 from lorafleet_runtime.errors import ConfigError
+from support.runs import pool_spec
 
 
 def write(tmp_path: Path, **changes: object) -> Path:

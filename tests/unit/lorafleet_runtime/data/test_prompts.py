@@ -17,7 +17,7 @@ from support.tiny_model import make_tokenizer
 
 TOOL_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}{% if 'name' in m %}={{ m['name'] }}{% endif %}"
-    "{{ m['content'] }}{% if m.tool_calls is defined %}{% for c in m.tool_calls %}"
+    "{{ '' + m['content'] }}{% if m.tool_calls is defined %}{% for c in m.tool_calls %}"
     "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -264,11 +264,13 @@ async def test_parameters_that_the_server_refuses_fail_the_run(engine: Engine) -
     assert caught.value.reason == "InvalidSpec"
 
 
-async def test_a_dead_server_holds_nothing_and_is_not_ready(engine: Engine, backend: HoldingBackend) -> None:
+async def test_a_dead_server_never_looks_alive(engine: Engine, backend: HoldingBackend) -> None:
     await _publish(engine, _version(1))
     backend.dead = True
-    status = await engine.list()
-    assert (status.ready, status.adapters) == (False, ())
+    with pytest.raises(Retryable):
+        await engine.list()
+    with pytest.raises(Retryable):
+        await engine.probe()
 
 
 async def test_shutdown_ends_requests_and_files(engine: Engine, backend: HoldingBackend, tmp_path: Path) -> None:

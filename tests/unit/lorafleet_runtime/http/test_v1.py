@@ -7,13 +7,13 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
-from support.runs import DATASET, pool_spec, run_spec
 
 from lorafleet_api.v1alpha1.wire import OPERATOR_EPOCH_HEADER, AdapterList
 from lorafleet_runtime.http.app import create_app
 from lorafleet_runtime.loop.fleet_view import FleetView
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.registry.registry import Registry
+from support.runs import DATASET, pool_spec, run_spec
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runs import group
 
 from lorafleet_runtime.loop.buffers import Buffers, CursorTracker, Need
 from lorafleet_runtime.types import Cursor
+from support.runs import group
 
 
 def need(remaining: int, *, oldest: int = 1, weight: int = 1) -> Need:

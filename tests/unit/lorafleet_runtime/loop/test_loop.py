@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from support.fleets import World, build_world, running
-from support.runs import put
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.types import DroppedGroup, PromptGroup, RunFault, VersionId
+from support.fleets import World, build_world, running
+from support.runs import put
 
 
 @pytest.fixture

@@ -29,6 +29,11 @@ def test_peft_reads_the_same_weights_and_config(tmp_path: Path) -> None:
     assert set(config.target_modules) == {"q_proj", "down_proj"}
 
 
+def test_rank_stabilised_scaling_reaches_the_config(tmp_path: Path) -> None:
+    stage(replace(ADAPTER.manifest, use_rslora=True), memoryview(ADAPTER.buffer), tmp_path / "v1")
+    assert PeftConfig.from_pretrained(str(tmp_path / "v1")).use_rslora is True
+
+
 def test_bfloat16_bytes_are_kept(tmp_path: Path) -> None:
     array = torch.randn(4, 6).bfloat16()
     entry = replace(ADAPTER.manifest.tensors[0], shape=(4, 6), offset=0)

@@ -80,6 +80,7 @@ def test_right_answers(response: str, label: Any) -> None:
         (r"\boxed{12\pi}", "12"),
         (r"\boxed{3\sqrt{2}}", "3"),
         (r"\boxed{-12}", "12"),
+        (r"It is \boxed{12", "12"),
         (r"#### 12 and \boxed{13}", "12"),
         ("no number", "12"),
         ("", "12"),

@@ -158,11 +158,16 @@ async def test_a_child_whose_parent_is_gone_ends_also_while_it_hangs(module: str
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert child.stdin is not None and child.stdout is not None
-    child.stdin.write(b'{"target": "user_rewards.by_response"}\n')
-    assert await child.stdout.readline() == b'{"ok": true}\n'
-    child.stdin.write(b'{"prompt":"","response":"hang","label":0,"metadata":{},"truncated":false}\n')
-    child.stdin.close()
-    assert await asyncio.wait_for(child.wait(), 10) == 0
+    try:
+        child.stdin.write(b'{"target": "user_rewards.by_response"}\n')
+        assert await child.stdout.readline() == b'{"ok": true}\n'
+        child.stdin.write(b'{"prompt":"","response":"hang","label":0,"metadata":{},"truncated":false}\n')
+        child.stdin.close()
+        assert await asyncio.wait_for(child.wait(), 10) == 0
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.trainer import gradient, load, make_groups, make_rank, relative, train_step
 from torch import Tensor
 
 from lorafleet_runtime.types import PromptGroup, RunFault
+from support.trainer import gradient, load, make_groups, make_rank, relative, train_step
 
 NEIGHBOURS = {
     "b": {"rank": 8, "targetModules": ["q_proj", "v_proj", "down_proj"], "algorithm": {"lossReduction": "tokenMean"}},

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.trainer import gradient, load, make_groups, make_rank, named, peft_gradients, peft_model, relative
 from torch import Tensor
 
 from lorafleet_runtime.types import PromptGroup, Sample
+from support.trainer import gradient, load, make_groups, make_rank, named, peft_gradients, peft_model, relative
 
 Rule = Callable[[Tensor, Tensor, float, Tensor], Tensor]
 """(trainer logprob, sampler logprob, advantage, base logprob) to loss per token."""
@@ -53,7 +53,7 @@ def reference_gradients(
             lp = logprobs(peft, group, sample, temperature)
             loss = rule(lp, torch.tensor(sample.sampler_logprobs), sample.advantage, base)
             total = total + weight(len(sample.token_ids)) * loss.sum()
-    total.backward()
+    torch.autograd.backward(total)
     return peft_gradients(peft)
 
 

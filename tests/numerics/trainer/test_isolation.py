@@ -4,16 +4,17 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.trainer import load, make_groups, make_rank, make_request, named, train_step
 from torch import Tensor
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError, RuntimeFault
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor, RunFault
+from support.trainer import load, make_groups, make_rank, make_request, named, train_step
 
 
 def everything(rank: TrainerRank, uid: str) -> list[Tensor]:
@@ -131,7 +132,7 @@ def test_group_of_a_run_that_is_not_loaded_fails_that_run_only(qwen3: Path, tmp_
     ],
 )
 def test_failed_load_leaves_nothing_behind(
-    qwen3: Path, tmp_path: Path, spec: dict[str, object], reason: str, named_field: str
+    qwen3: Path, tmp_path: Path, spec: dict[str, Any], reason: str, named_field: str
 ) -> None:
     rank = two_runs(qwen3, tmp_path)
     before = everything(rank, "a")

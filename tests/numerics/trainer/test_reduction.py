@@ -1,0 +1,54 @@
+"""Masked truncated completions leave the loss and its denominator."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lorafleet_runtime.types import PromptGroup, RunFault, StepResult
+from support.trainer import gradient, load, make_groups, make_rank
+
+ALGORITHM = {"lossReduction": "tokenMean", "maskTruncated": True, "tisMode": "Off"}
+
+
+def ended_and_cut(uid: str) -> PromptGroup:
+    """A: 4 tokens, advantage +1, ended. B: 6 tokens, advantage -1, hit the length limit."""
+    (group,) = make_groups(uid, count=1, samples=2, lengths=(4, 6))
+    a, b = group.samples
+    return replace(group, samples=(replace(a, advantage=1.0), replace(b, advantage=-1.0, truncated=True)))
+
+
+def test_masked_completion_leaves_numerator_and_denominator(qwen3: Path, tmp_path: Path) -> None:
+    rank = make_rank(qwen3, tmp_path)
+    load(rank, "a", algorithm=ALGORITHM | {"tisMode": "Clip", "tisCap": 1e-6})
+    group = ended_and_cut("a")
+    # the sampler's log-probabilities are far below the trainer's, so every weight is the cap: the loss is -1e-6 a token
+    low = replace(group, samples=tuple(replace(s, sampler_logprobs=(-30.0,) * len(s.token_ids)) for s in group.samples))
+    (stats,) = rank.accumulate([low]).stats
+    assert stats.loss_sum / rank._slots[0].denominator == pytest.approx(-1.0e-6)
+    assert (stats.samples, stats.tokens, stats.response_tokens) == (2, 4, 10)
+
+
+def test_batch_of_only_masked_completions_has_zero_gradient_and_steps(qwen3: Path, tmp_path: Path) -> None:
+    rank = make_rank(qwen3, tmp_path)
+    load(rank, "a", algorithm=ALGORITHM)
+    group = ended_and_cut("a")
+    cut = replace(group, samples=tuple(replace(s, truncated=True) for s in group.samples))
+    (stats,) = rank.accumulate([cut]).stats
+    assert (stats.loss_sum, stats.tokens, stats.response_tokens) == (0.0, 0, 10)
+    assert not gradient(rank, "a").any()
+    result = rank.step("a")
+    assert isinstance(result, StepResult) and result.grad_norm == 0.0 and result.step == 1
+
+
+def test_gradient_of_a_group_with_a_masked_sample_is_that_of_the_rest(qwen3: Path, tmp_path: Path) -> None:
+    group = ended_and_cut("a")
+    norms = []
+    for batch in (group, replace(group, samples=group.samples[:1])):
+        rank = make_rank(qwen3, tmp_path)
+        load(rank, "a", algorithm=ALGORITHM)
+        rank.accumulate([batch])
+        result = rank.step("a")
+        assert not isinstance(result, RunFault)
+        norms.append(result.grad_norm)
+    assert norms[0] == norms[1] > 0
