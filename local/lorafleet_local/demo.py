@@ -68,10 +68,12 @@ def run_demo(folder: Path, bench: Path | None) -> None:
         _clear(folder, reporter)
         try:
             running = stack.up(folder, reporter)
-            proof = _run(running, reporter, results)
+            adapters = _run(running, reporter, results)
         finally:
             with reporter.phase("stop"):
                 stack.down(folder, reporter)
+        with reporter.phase("proof"):  # after the stack, which would take memory and cores from it
+            proof = _prove(running, adapters, reporter)
         _print_proof(reporter, proof)
         wall = reporter.elapsed()
         if bench is not None:
@@ -83,7 +85,8 @@ def run_demo(folder: Path, bench: Path | None) -> None:
     reporter.say(f"three adapters trained, deregistered and proven in {wall:.0f} s; logs and adapters: {folder}")
 
 
-def _run(running: stack.Stack, reporter: Reporter, results: measure.Results) -> dict[str, Any]:
+def _run(running: stack.Stack, reporter: Reporter, results: measure.Results) -> dict[str, Path]:
+    """Apply, wait, look; returns each task's finished adapter."""
     write_tasks(running.storage)
     found = examples()
     names = [f"adapterrun/{example.name}" for example in found]
@@ -101,11 +104,9 @@ def _run(running: stack.Stack, reporter: Reporter, results: measure.Results) -> 
         reporter.console.print(f"\n$ kubectl get adapterruns\n{running.kubectl('get', 'adapterruns')}", markup=False)
         items = {item["metadata"]["name"]: item for item in api.list("adapterruns", pool.NAMESPACE)}
         measure.collect(results, running, items)
-        adapters = {example.task: _adapter(running, items[example.name]) for example in found}
+        return {example.task: _adapter(running, items[example.name]) for example in found}
     finally:
         api.close()
-    with reporter.phase("proof"):
-        return _prove(running, adapters, reporter)
 
 
 def examples() -> list[Example]:

@@ -37,7 +37,7 @@ def trained(model: Path, storage: Path, together: bool, dtype: torch.dtype | Non
     return [adapter.master, *rank._slot("a").optimizer.moments]
 
 
-@pytest.mark.parametrize("budget", [64, 4096])
+@pytest.mark.parametrize("budget", [38, 4096])  # 38: packed freely, a's groups would share other passes when alone
 def test_deterministic_update_is_bit_identical_alone_or_together(tiny: Path, tmp_path: Path, budget: int) -> None:
     settings = {"deterministic": True, "microBatchTokens": budget}
     alone = trained(tiny, tmp_path, False, None, **settings)

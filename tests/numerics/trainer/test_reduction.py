@@ -1,9 +1,10 @@
-"""Masked truncated completions leave the loss and its denominator."""
+"""What a step divides by, and that masked truncated completions leave the loss and its denominator."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lorafleet_runtime.types import PromptGroup, RunFault, StepResult
 from support.trainer import gradient, load, make_groups, make_rank
@@ -52,3 +53,23 @@ def test_gradient_of_a_group_with_a_masked_sample_is_that_of_the_rest(qwen3: Pat
         assert not isinstance(result, RunFault)
         norms.append(result.grad_norm)
     assert norms[0] == norms[1] > 0
+
+
+@pytest.mark.parametrize("reduction, denominator", [("sampleMean", 6), ("tokenMean", 28), ("constant", 6)])
+def test_step_divides_the_sum_by_samples_or_tokens(
+    qwen3: Path, tmp_path: Path, reduction: str, denominator: int
+) -> None:
+    """Two groups of three responses with 5 + 1 + 8 tokens."""
+    rank = make_rank(qwen3, tmp_path)
+    load(rank, "a", algorithm={"lossReduction": reduction})
+    for group in make_groups("a", count=2):
+        rank.accumulate([group])
+    total = gradient(rank, "a")
+    result = rank.step("a")
+    assert isinstance(result, StepResult)
+    assert result.grad_norm == pytest.approx(float(total.norm()) / denominator, rel=1e-5)
+    assert not gradient(rank, "a").any()
+    # the first AdamW step: exp_avg = (1 - beta1) * the clipped mean gradient
+    mean = total / denominator
+    clipped = mean * min(1.0, 1.0 / (float(mean.norm()) + 1e-6))
+    torch.testing.assert_close(rank._slot("a").optimizer.moments[0], 0.1 * clipped)
