@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet_api.v1alpha1.wire import AdapterView
 from lorafleet_local.api import condition
 from lorafleet_local.paths import repo_root
 from lorafleet_local.processes import peak_rss_bytes
@@ -29,6 +30,8 @@ class Observation:
     """When one run's conditions were first seen True, Unix seconds on this machine's clock."""
 
     seen: dict[str, float] = field(default_factory=dict)
+    applied: float = 0.0
+    """When its kubectl apply began."""
     last_step: float | None = None
     """The runtime's own time of the last commit."""
 
@@ -37,41 +40,62 @@ class Observation:
 class Results:
     """Everything the demo gathers while it runs."""
 
-    applied: float = 0.0
-    """When the first kubectl apply began."""
     runs: dict[str, Observation] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     """Peak resident bytes by process."""
     counters: dict[str, float] = field(default_factory=dict)
     """Of the runtime's /metrics, at the end."""
 
-    def observe(self, item: dict[str, Any]) -> None:
-        """Note the conditions that are True now."""
-        run = self.runs.setdefault(item["metadata"]["name"], Observation())
-        for kind in ("Registered", "Complete", "Deregistered"):
-            if kind not in run.seen and condition(item, kind)["status"] == "True":
-                run.seen[kind] = time.time()
+    baseline: dict[str, Any] | None = None
+    """What `lorafleet_local.baseline` wrote: the same tasks one after another, on plain HF + PEFT."""
+
+    def run(self, name: str) -> Observation:
+        """The observation of one run."""
+        return self.runs.setdefault(name, Observation())
+
+    def observe(self, item: dict[str, Any]) -> list[str]:
+        """Note the conditions that are True now; returns those that were not before."""
+        run = self.run(item["metadata"]["name"])
+        flipped = [
+            kind
+            for kind in ("Registered", "Complete", "Deregistered")
+            if kind not in run.seen and condition(item, kind)["status"] == "True"
+        ]
+        run.seen.update(dict.fromkeys(flipped, time.time()))
+        return flipped
 
 
-def collect(results: Results, running: Stack, items: dict[str, dict[str, Any]]) -> None:
-    """Read what only the live stack knows: memory, counters, the last step's exact time.
+def note_last_step(results: Results, running: Stack, item: dict[str, Any]) -> None:
+    """Ask the runtime for the exact time of the last commit, while it still knows the run.
+
+    Raises:
+        httpx.HTTPError: the runtime does not answer.
+    """
+    with _runtime(running) as runtime:
+        answer = runtime.get(f"/v1/adapters/{item['metadata']['uid']}")
+    if answer.status_code == httpx.codes.OK:
+        view = AdapterView.model_validate(answer.json())
+        results.run(item["metadata"]["name"]).last_step = view.last_step_time
+
+
+def collect(results: Results, running: Stack) -> None:
+    """Read what only the live stack knows: memory and counters.
 
     Raises:
         httpx.HTTPError: the runtime does not answer.
     """
     results.peaks = peak_rss_bytes(running.state.stack_id, running.state.processes)
-    token = running.token_file.read_text().strip()
-    headers = {"Authorization": f"Bearer {token}"}
-    with httpx.Client(base_url=running.runtime_url, headers=headers, trust_env=False, timeout=10.0) as runtime:
+    with _runtime(running) as runtime:
         metrics = runtime.get("/metrics").raise_for_status().text
-        for name, item in items.items():
-            answer = runtime.get(f"/v1/adapters/{item['metadata']['uid']}")
-            if answer.status_code == httpx.codes.OK and name in results.runs:
-                results.runs[name].last_step = answer.json().get("lastStepTime")
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
             if sample.name.endswith("_total") and not sample.labels:
                 results.counters[sample.name] = sample.value
+
+
+def _runtime(running: Stack) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {running.token_file.read_text().strip()}"}
+    return httpx.Client(base_url=running.runtime_url, headers=headers, trust_env=False, timeout=10.0)
 
 
 def write(path: Path, results: Results, proof: dict[str, Any], phases: dict[str, float], wall: float) -> None:
@@ -92,6 +116,7 @@ def write(path: Path, results: Results, proof: dict[str, Any], phases: dict[str,
     for name, task in proof["tasks"].items():
         rows.append(_row(f"demo.{name}.reward_before", task["before"]["mean_reward"], "reward", task["prompts"]))
         rows.append(_row(f"demo.{name}.reward_after", task["after"]["mean_reward"], "reward", task["prompts"]))
+    rows += _baseline(results.baseline)
     document = {
         "hardware": hardware(),
         "commit": commit(),
@@ -116,7 +141,7 @@ def _mean_row(name: str, values: list[float], unit: str) -> list[Result]:
 
 def _latencies(results: Results) -> list[Result]:
     runs = results.runs.values()
-    registered = [run.seen["Registered"] - results.applied for run in runs if "Registered" in run.seen]
+    registered = [run.seen["Registered"] - run.applied for run in runs if "Registered" in run.seen]
     complete = [run.seen["Complete"] - run.last_step for run in runs if run.last_step and "Complete" in run.seen]
     deregistered = [run.seen["Deregistered"] - run.seen["Complete"] for run in runs if "Deregistered" in run.seen]
     return [
@@ -140,6 +165,17 @@ def _throughput(results: Results) -> list[Result]:
             rows.append(_row(f"demo.{name}_tokens_per_second", tokens / seconds, "tokens/s"))
     busy = results.counters.get("lorafleet_train_busy_seconds_total")
     return rows if busy is None else [*rows, _row("demo.trainer_busy_fraction", busy / seconds, "1")]
+
+
+def _baseline(summary: dict[str, Any] | None) -> list[Result]:
+    if summary is None:
+        return []
+    rows = [
+        _row("baseline.total_seconds", summary["total_seconds"], "s"),
+        _row("baseline.load_seconds", summary["load_seconds"], "s"),
+        _row("baseline.tokens_per_second", summary["tokens_per_second"], "tokens/s"),
+    ]
+    return rows + [_row(f"baseline.{name}_seconds", task["seconds"], "s") for name, task in summary["tasks"].items()]
 
 
 def hardware() -> str:

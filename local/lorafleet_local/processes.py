@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-STACK_ENV = "LORAFLEET_STACK"
+STACK_ENV = "LORAFLEET_STACK_ID"
 _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 3.0
 """What descendants get to end by themselves once their root is gone."""

@@ -1,6 +1,6 @@
 """Prometheus metrics of the runtime. Series of a run are read from the registry at scrape time and leave with it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,7 +13,7 @@ from lorafleet_runtime.types import BatchResult
 _LABELS = ["namespace", "name", "pool"]
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
-_RUN_GAUGES = {
+_RUN_GAUGES: dict[str, tuple[str, Callable[[Run], float | None]]] = {
     "step": ("Optimizer steps done.", lambda r: r.step),
     "target_step": ("Optimizer steps wanted.", lambda r: r.target_step),
     "reward_mean": ("Mean reward of the last step's samples.", lambda r: r.progress.reward_mean),
@@ -60,10 +60,9 @@ class RuntimeMetrics:
         self.train_seconds.inc(result.seconds)
 
     def observe_step(self, run: Run, now: float) -> None:
-        """Count one optimizer step; call before the registry moves the run's last step time."""
-        since = run.progress.last_step_time or run.start_time
-        if since is not None:
-            self.step_duration.observe(now - since)
+        """Count one optimizer step; call before the registry counts it."""
+        if run.progress.since is not None:
+            self.step_duration.observe(now - run.progress.since)
 
 
 class _RunCollector(Collector):

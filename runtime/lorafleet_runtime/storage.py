@@ -1,5 +1,6 @@
 """Where things lie on shared storage. Imports no torch; the trainer writes checkpoints, this module names them."""
 
+import glob
 import json
 import os
 import re
@@ -7,7 +8,17 @@ from pathlib import Path
 
 from lorafleet_runtime.errors import ConfigError
 
-_STEP = re.compile(r"step_(\d+)")
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+CHECKPOINT_FILES = frozenset({WEIGHTS_FILE, CONFIG_FILE, OPTIMIZER_FILE, STATE_FILE})
+"""What a checkpoint directory holds."""
+
+ASIDE = ".old-"
+"""Prefix of a checkpoint that is being replaced; it counts until the new one is in place."""
+
+_STEP = re.compile(rf"({re.escape(ASIDE)})?step_(\d+)")
 
 
 def run_directory(root: Path, namespace: str, name: str, uid: str) -> Path:
@@ -22,18 +33,55 @@ def run_directory(root: Path, namespace: str, name: str, uid: str) -> Path:
     return root / namespace / name / uid
 
 
+def inside(root: Path, path: str | Path) -> Path:
+    """A path on the storage, relative to its root or absolute, with symbolic links followed.
+
+    Raises:
+        ValueError: it lies outside the storage, or is no usable path; the text says which, and the fix.
+    """
+    try:
+        base = root.resolve()
+        resolved = (base / path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a loop of links
+        raise ValueError(f"is no usable path ({error}); give a path on the pool's storage") from error
+    if not resolved.is_relative_to(base):
+        raise ValueError("lies outside the pool's storage; give a path relative to the storage root")
+    return resolved
+
+
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints, oldest first: (step, path). A checkpoint appears by rename, so a listed one is complete."""
-    if not directory.is_dir():
-        return []
-    found = [(int(m.group(1)), p) for p in directory.iterdir() if (m := _STEP.fullmatch(p.name))]
-    return sorted((step, path) for step, path in found if (path / "state.json").is_file())
+    """Whole checkpoints, oldest first: (step, path). One that was set aside counts where step_N itself is not whole."""
+    return sorted({step: path for step, path in step_directories(directory) if is_whole(path)}.items())
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    found = checkpoints(directory)
-    return found[-1][1] if found else None
+    """The newest whole checkpoint, or None."""
+    return next((path for _, path in reversed(step_directories(directory)) if is_whole(path)), None)
+
+
+def has_checkpoint(root: Path, uid: str) -> bool:
+    """Whether the run has a whole checkpoint, whatever its namespace and name."""
+    return any(latest_checkpoint(path) is not None for path in root.glob(f"*/*/{glob.escape(uid)}"))
+
+
+def step_directories(directory: Path) -> list[tuple[int, Path]]:
+    """Everything named step_N or .old-step_N, whole or not: (step, path), oldest first, step_N after .old-step_N."""
+    if not directory.is_dir():
+        return []
+    found = [(match, path) for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))]
+    found.sort(key=lambda item: (int(item[0][2]), item[0][1] is None))
+    return [(int(match[2]), path) for match, path in found]
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every file of a checkpoint is there at the size that its state.json says; reads no tensors."""
+    try:
+        files = json.loads((path / STATE_FILE).read_text())["files"]
+        return {*files, STATE_FILE} >= CHECKPOINT_FILES and all(
+            (path / name).stat().st_size == about["bytes"] for name, about in files.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def next_boot_epoch(root: Path, pool: str) -> int:

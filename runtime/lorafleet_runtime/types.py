@@ -131,7 +131,7 @@ class DatasetInfo:
     skipped: int
     """Prompts longer than maxPromptTokens."""
     digest: str
-    """SHA-256 of the file's bytes."""
+    """SHA-256 over the file's bytes and the usable rows' numbers and prompt ids, in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,9 @@ class FakeTrainer:
         self.faults: dict[str, RunFault] = {}
         self.checkpoint_error: RunError | None = None
 
+    def start(self) -> dict[int, str]:
+        return self.slots()
+
     def slots(self) -> dict[int, str]:
         return {slot: uid for uid, (slot, _, _) in self.loaded.items()}
 

@@ -281,6 +281,7 @@ class FakeRuntime:
             if refused and self.synced:
                 return refused
         listing = AdapterList(
+            listed=True,
             boot_epoch=self.boot_epoch, revision=self.revision, synced=self.synced,
             operator_epoch=self.operator_epoch, slots=self._slots(),
             trainer=TrainerView(ready=True, slots=dict(self.trainer)), engines=self._engines(),

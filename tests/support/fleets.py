@@ -104,7 +104,7 @@ def build_world(tmp_path: Path, **pool_changes: Any) -> World:
     fleet = Fleet(config, registry, signal, trainer_handle, None, workers, RuntimeMetrics(registry, "pool"))  # type: ignore[arg-type]
     holder["fleet"] = fleet
     world = World(fleet, registry, {}, workers=handles)
-    fleet.engines = EngineSet(_Spawner(world), spec.engines.replicas, registry.observe_engine)
+    fleet.engines = EngineSet(_Spawner(world), spec.engines.replicas, registry.observe_engine, registry.fail)
     return world
 
 

@@ -77,6 +77,7 @@ def listing(
 ) -> AdapterList:
     """A listing with one engine."""
     return AdapterList(
+        listed=True,
         boot_epoch=boot_epoch,
         revision=7,
         synced=True,

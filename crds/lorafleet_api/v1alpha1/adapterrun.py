@@ -258,7 +258,8 @@ LIFECYCLE_FIELDS = frozenset(
 IMMUTABLE_FIELDS = (
     "poolRef", "rank", "alpha", "targetModules", "initScheme", "initSeed", "initFrom",
     "data", "inputKey", "labelKey", "metadataKey", "sampleMetadata", "shuffleSeed", "applyChatTemplate",
-    "maxPromptTokens", "rmType", "customRmPath", "reward", "rolloutBatchSize", "nSamplesPerPrompt",
+    "maxPromptTokens", "rmType", "customRmPath", "reward", "rewardFailurePolicy", "rewardTimeoutSeconds",
+    "rolloutBatchSize", "nSamplesPerPrompt", "sampling", "optimizer", "algorithm", "maxStaleness",
 )  # fmt: skip
 """Fields that cannot change after creation, also not from unset to set (CEL in the CRD)."""
 

@@ -111,6 +111,9 @@ class AdapterList(ApiModel):
     revision: int
     synced: bool
     operator_epoch: int
+    listed: bool = False
+    """The trainer and every engine have told what they hold since this runtime started; before that, absence from a
+    listing proves nothing."""
     slots: SlotsView
     trainer: TrainerView
     engines: list[EngineView]
@@ -151,6 +154,8 @@ class PutAdapter(ApiModel):
     creation_timestamp: float
     """Unix seconds."""
     priority: int = 0
+    start_time: float | None = None
+    """Unix seconds of the first registration of this uid, from the object's status."""
 
 
 class Problem(ApiModel):

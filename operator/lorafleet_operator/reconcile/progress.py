@@ -24,13 +24,16 @@ def fields(seen: Observed, state: State) -> Fields:
     old = seen.status
     out = {key: old[key] for key in _LATCHED if key in old}
     view = seen.view
-    fresh = view is not None and seen.link is not None and seen.link.ready and view.outcome != "Deleted"
+    heard = view is not None and seen.link is not None and seen.link.ready
+    fresh = heard and view is not None and view.outcome != "Deleted"
     was_finished = conditions.is_true(old, reasons.FINISHED)
     if view is not None and fresh and not was_finished:
         out |= _from_view(view)
         _latch(out, old, view)
         if view.registered:
             out |= _registration(seen, view)
+    elif view is not None and heard and not was_finished and view.artifact is not None:
+        out |= {"step": max(int(old.get("step", 0)), view.step), "artifact": view.artifact.to_wire()}
     started = start_seconds(seen)
     if started is not None:
         out.setdefault("startTime", conditions.timestamp(started))

@@ -106,6 +106,7 @@ def _put(seen: Observed, state: State) -> PutAdapter | None:
     if view is not None and view.generation == seen.generation:
         return None
     spec, meta = seen.run["spec"], seen.run["metadata"]
+    started = seen.status.get("startTime")
     return PutAdapter(
         namespace=meta["namespace"],
         name=meta["name"],
@@ -114,6 +115,7 @@ def _put(seen: Observed, state: State) -> PutAdapter | None:
         operator_epoch=link.operator_epoch,
         creation_timestamp=conditions.unix_seconds(meta["creationTimestamp"]),
         priority=int((spec.get("scheduling") or {}).get("priority", 0)),
+        start_time=None if started is None else conditions.unix_seconds(started),
     )
 
 
@@ -135,6 +137,8 @@ def release_of(seen: Observed, state: State) -> Release:
     if link is None or not link.ready or link.listing is None:
         why = link.message if link is not None else "no connection to the pool's runtime"
         return Release(False, reasons.DEREGISTERING, f"cannot be verified: {why}")
+    if not link.listing.listed:
+        return Release(False, reasons.DEREGISTERING, "the trainer and the engines have not told yet what they hold")
     holders, view = seen.holders, seen.view
     if holders:
         lied = " although a DELETE was answered with success" if seen.delete_confirmed else ""

@@ -16,6 +16,7 @@ import pyarrow.parquet
 
 from lorafleet_api.v1alpha1.reasons import DATA_ERROR
 from lorafleet_runtime.errors import RunError
+from lorafleet_runtime.storage import inside
 
 OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "hf")
 """URL schemes that a run may name. Others (file, http, chained ones) would reach past the pool's storage."""
@@ -76,26 +77,13 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def resolve_path(data: str, storage_root: Path, field: str = "data") -> Path:
-    """The file on the pool's storage, with symbolic links followed.
-
-    Raises:
-        RunError: DataError; it lies outside the storage.
-    """
-    try:
-        root = storage_root.resolve()
-        path = (root / data).resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a loop of links
-        raise _error(field, data, f"is no usable path ({error}); give a path on the pool's storage") from error
-    if not path.is_relative_to(root):
-        raise _error(field, data, "lies outside the pool's storage; give a path relative to the storage root")
-    return path
-
-
 def _read_bytes(data: str, storage_root: Path, field: str) -> bytes:
     if "://" in data or "::" in data:
         return _read_url(data, field)
-    path = resolve_path(data, storage_root, field)
+    try:
+        path = inside(storage_root, data)
+    except ValueError as error:
+        raise _error(field, data, str(error)) from error
     try:
         return path.read_bytes()
     except FileNotFoundError as error:

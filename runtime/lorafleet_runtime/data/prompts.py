@@ -4,6 +4,7 @@ Called by the rollout worker. `PromptSource` is immutable and holds no cursor: r
 file, the spec and the index, so a restarted worker continues anywhere. Loads no model.
 """
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class PromptSource:
         self._file = file
         self._spec = spec
         self._usable = tuple(usable)
-        self.info = DatasetInfo(len(usable), len(file.rows) - len(usable), file.digest)
+        self.info = DatasetInfo(len(usable), len(file.rows) - len(usable), _stream_digest(file, usable))
 
     def order(self, epoch: int) -> Sequence[int]:
         """A permutation of the usable rows: the file's order, or shuffled with shuffleSeed + epoch."""
@@ -73,6 +74,19 @@ class PromptSource:
             label=row[spec.label_key] if spec.label_key else None,
             metadata={**(spec.sample_metadata or {}), **own},
         )
+
+
+def _stream_digest(file: DataFile, usable: Sequence[_Usable]) -> str:
+    """SHA-256 over the file's digest and each usable row's number and prompt ids, in order.
+
+    The file alone would not do: with another maxTokens, maxModelLen, tokenizer or template other rows are usable, and
+    a cursor would point at other prompts.
+    """
+    total = hashlib.sha256(file.digest.encode())
+    for row in usable:
+        total.update(row.row.to_bytes(8, "little") + len(row.ids).to_bytes(8, "little"))
+        total.update(row.ids)
+    return total.hexdigest()
 
 
 @lru_cache(maxsize=64)

@@ -68,6 +68,8 @@ class _State:
 
     resident: dict[VersionId, _Resident] = field(default_factory=dict)
     publishing: dict[VersionId, asyncio.Task[None]] = field(default_factory=dict)
+    digests: dict[VersionId, str] = field(default_factory=dict)
+    """Of the versions that are publishing."""
     names: dict[int, str] = field(default_factory=dict)
     """Every id that the server may hold, to the name of its version."""
     requests: dict[str, _Request] = field(default_factory=dict)
@@ -117,12 +119,16 @@ class Engine:
                 raise publish_error("digest", manifest.digest, fix)
             return
         task = self._state.publishing.get(version)
+        if task is not None and self._state.digests[version] != manifest.digest:
+            fix = f"the version is being loaded with {self._state.digests[version]}; publish the next one"
+            raise publish_error("digest", manifest.digest, fix)
         if task is None:
             self._check_room()
             data = memoryview(buffer).cast("B")
             task = asyncio.get_running_loop().create_task(self._publish(version, manifest, data))
             self._state.publishing[version] = task
-            task.add_done_callback(lambda _: self._state.publishing.pop(version, None))
+            self._state.digests[version] = manifest.digest
+            task.add_done_callback(lambda _: self._published(version))
         await asyncio.shield(task)
 
     async def generate(
@@ -211,8 +217,7 @@ class Engine:
         """
         keep = set(versions)
         gone = tuple(v for v in (*self._state.resident, *self._state.publishing) if v not in keep)
-        for version in gone:
-            await self.retire(version)
+        await asyncio.gather(*(self.retire(version) for version in gone))
         return gone
 
     async def list(self) -> EngineStatus:
@@ -246,6 +251,10 @@ class Engine:
         await self.abort("")
         self._backend.close()
         await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+
+    def _published(self, version: VersionId) -> None:
+        self._state.publishing.pop(version, None)
+        self._state.digests.pop(version, None)
 
     def _check_room(self) -> None:
         used = len(self._state.resident) + len(self._state.publishing)

@@ -4,7 +4,8 @@ import re
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from lorafleet_api.v1alpha1.wire import (
@@ -12,6 +13,7 @@ from lorafleet_api.v1alpha1.wire import (
     AdapterList,
     AdapterView,
     PoolView,
+    PresenceView,
     PutAdapter,
     PutPool,
 )
@@ -79,17 +81,18 @@ def _adapter_routes(router: APIRouter, view: FleetView) -> None:
             generation=body.generation,
             created=body.creation_timestamp,
             priority=body.priority,
+            start_time=body.start_time,
         )
         return registry.view(uid)
 
     @router.delete("/adapters/{uid}", response_model=None)
-    async def delete_adapter(uid: str, epoch: Epoch = None) -> Response:
-        """Take a run away; 202 while anything of it is left."""
+    async def delete_adapter(uid: str, epoch: Epoch = None) -> JSONResponse:
+        """Take a run away; 202 while anything of it is left, or while nobody has told yet what is held."""
         if epoch is not None:
             registry.fence(epoch)
-        if registry.delete(uid):
-            return Response(status_code=200, content='{"gone":true}', media_type="application/json")
-        return Response(registry.view(uid).model_dump_json(by_alias=True), 202, media_type="application/json")
+        forgotten = registry.delete(uid)
+        gone = forgotten and registry.listed and registry.presence(uid) == PresenceView()
+        return JSONResponse({"gone": gone}, status_code=200 if gone else 202)
 
     @router.get("/adapters", response_model_exclude_none=True)
     async def list_adapters(

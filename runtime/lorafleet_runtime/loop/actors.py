@@ -1,5 +1,6 @@
 """Makes the Ray actors of a pool. The only module of the loop that knows their classes."""
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -25,15 +26,19 @@ class Actors:
         assert self._spec.base_model.path is not None  # load_config refuses a hub name
         self._model = self._spec.base_model.path
         self._workers = 0
+        self._engines = 0
 
     def adopt(self, index: int) -> Any | None:
         """The engine that an earlier runtime process started, or None."""
         return find_engine(self._engine_name(index))
 
     def spawn(self, index: int) -> Any:
-        """A new engine."""
+        """A new engine, with random numbers of its own: no two engines of the pool draw the same samples."""
         name = self._engine_name(index)
-        return create_engine(self._spec, engine_config(self._spec, name), self._config.local_resources)
+        self._engines += 1
+        seed = (self._boot_epoch * 10_007 + self._engines) % 2**31
+        config = dataclasses.replace(engine_config(self._spec, name), seed=seed)
+        return create_engine(self._spec, config, self._config.local_resources)
 
     def reap(self, actor: Any, pids: tuple[int, ...], listed_at: float) -> None:
         """End the engine actor and the processes that it listed; blocks until they are gone."""

@@ -21,7 +21,7 @@ def build_fleet(config: RuntimeConfig, registry: Registry, signal: Signal, metri
         registry=registry,
         signal=signal,
         trainer=trainer,
-        engines=EngineSet(actors, config.pool.spec.engines.replicas, registry.observe_engine),
+        engines=EngineSet(actors, config.pool.spec.engines.replicas, registry.observe_engine, registry.fail),
         workers=WorkerSet(actors.worker, config.pool.spec.rollout.workers),
         metrics=metrics,
     )

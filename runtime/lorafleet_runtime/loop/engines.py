@@ -1,21 +1,26 @@
 """The runtime's end of the engines: adoption, publishing, restart.
 
-A version counts as published when every ready engine has it. An engine becomes ready only when it has every live
-version. Both checks run without an await between looking and deciding, so neither can miss the other.
+A version counts as published when every ready engine has it. An engine becomes ready only when its own listing shows
+every live version and nothing else. Both checks run without an await between looking and deciding, so neither can miss
+the other. Whatever an engine lists that nobody wants any more is retired by the resync.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lorafleet_runtime.errors import Retryable
+from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.remote import call
-from lorafleet_runtime.types import EngineStatus, Manifest, VersionId
+from lorafleet_runtime.types import EngineStatus, Manifest, RunFault, VersionId
 
 log = logging.getLogger(__name__)
+
+_START_SECONDS = 900.0
+_CALL_SECONDS = 180.0
+"""An engine that does not answer for this long is taken for dead. A busy one answers between two of its steps."""
 
 
 class EngineSpawner(Protocol):
@@ -52,18 +57,33 @@ class _Live:
 
 
 class EngineSet:
-    """All engines of the pool; every live version is on each of them."""
+    """All engines of the pool; every live version is on each of them.
 
-    def __init__(self, spawner: EngineSpawner, replicas: int, observe: Callable[[EngineStatus], None]) -> None:
+    Args:
+        spawner: makes, adopts and ends engine actors.
+        replicas: how many engines.
+        observe: told every listing.
+        fail: told of a run whose live version a new engine refuses.
+    """
+
+    def __init__(
+        self,
+        spawner: EngineSpawner,
+        replicas: int,
+        observe: Callable[[EngineStatus], None],
+        fail: Callable[[RunFault], None],
+    ) -> None:
         self._spawner = spawner
         self._observe = observe
+        self._fail = fail
         self._engines = [_Engine(f"engine-{i}") for i in range(replicas)]
         self._live: dict[str, _Live] = {}
+        self._publishing: set[VersionId] = set()
         self._any_ready = asyncio.Event()
 
     async def start(self) -> None:
         """Adopt running engines, start the missing ones, and wait for all."""
-        await asyncio.gather(*(self._bring_up(e, adopt=True) for e in self._engines))
+        await asyncio.gather(*(self._adopt_or_start(e) for e in self._engines))
 
     async def acquire(self) -> Any:
         """The ready engine with the fewest requests; waits for one. Pair with `release`."""
@@ -82,27 +102,45 @@ class EngineSet:
             if engine.actor is actor and engine.in_flight:
                 engine.in_flight -= 1
 
-    async def publish(self, version: VersionId, manifest: Manifest, buffer: Any) -> None:
+    async def publish(
+        self, version: VersionId, manifest: Manifest, buffer: Any, wanted: Callable[[], bool] = lambda: True
+    ) -> bool:
         """Put a version on every ready engine and verify it there.
+
+        Args:
+            version: its identity.
+            manifest: of the buffer.
+            buffer: reference to the flat buffer.
+            wanted: false once the run has ended; then publishing stops and the version does not become live.
+
+        Returns:
+            Whether the version is live now.
 
         Raises:
             RunError: an engine refused it; the old version keeps serving.
         """
-        done: set[int] = set()
-        while pending := [e for e in self._engines if e.ready and id(e.actor) not in done]:
-            for engine in pending:
-                done.add(id(engine.actor))
-                await self._publish_one(engine, version, manifest, buffer)
-        if not any(e.ready for e in self._engines):
-            log.warning("%s: no engine is ready; it is published when one is", version.name)
-        self._live[version.uid] = _Live(version, manifest, buffer)
+        self._publishing.add(version)
+        try:
+            done: set[int] = set()
+            while wanted() and (pending := [e for e in self._engines if e.ready and id(e.actor) not in done]):
+                for engine in pending:
+                    done.add(id(engine.actor))
+                    await self._publish_one(engine, version, manifest, buffer, wanted)
+            if not wanted():
+                return False
+            self._live[version.uid] = _Live(version, manifest, buffer)
+            return True
+        finally:
+            self._publishing.discard(version)
 
-    async def _publish_one(self, engine: _Engine, version: VersionId, manifest: Manifest, buffer: Any) -> None:
+    async def _publish_one(
+        self, engine: _Engine, version: VersionId, manifest: Manifest, buffer: Any, wanted: Callable[[], bool]
+    ) -> None:
         delay = 0.1
-        while engine.ready:
+        while engine.ready and wanted():
             actor = engine.actor
             try:
-                await call(actor.publish.remote(version, manifest, buffer))
+                await _ask(actor.publish.remote(version, manifest, buffer))
                 return
             except Retryable as error:
                 if not await self._alive(engine, actor):
@@ -111,23 +149,30 @@ class EngineSet:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 2.0)
 
-    async def retire_others(self, uid: str, keep: VersionId | None) -> None:
-        """Remove the run's versions other than `keep` from every engine, each once its requests have ended."""
-        await asyncio.gather(*(self._retire_on(e, uid, keep) for e in self._engines if e.ready))
+    async def retire_others(self, uid: str, keep: VersionId | None, oldest_useful: int = 0) -> None:
+        """Remove the run's versions other than `keep` from every engine, each once its requests have ended.
 
-    async def _retire_on(self, engine: _Engine, uid: str, keep: VersionId | None) -> None:
+        Requests of versions below `oldest_useful` are aborted: their samples would be thrown away as stale.
+        """
+        await asyncio.gather(*(self._retire_on(e, uid, keep, oldest_useful) for e in self._engines if e.ready))
+
+    async def _retire_on(self, engine: _Engine, uid: str, keep: VersionId | None, oldest_useful: int) -> None:
         actor = engine.actor
         try:
-            status: EngineStatus = await call(actor.list.remote())
-            for name in status.adapters:
-                if name.startswith(f"{uid}@") and (keep is None or name != keep.name):
-                    await call(actor.retire.remote(VersionId.parse(name)))
+            status: EngineStatus = await _ask(actor.list.remote())
+            mine = [VersionId.parse(name) for name in status.adapters if name.startswith(f"{uid}@")]
+            others = [version for version in mine if version != keep and version not in self._publishing]
+            for version in others:
+                if keep is not None and (version.incarnation != keep.incarnation or version.n < oldest_useful):
+                    await _ask(actor.abort.remote(f"{uid}::{version.incarnation}::v{version.n}::"))
+            # Side by side: one slow request must not keep the versions after it resident.
+            await asyncio.gather(*(call(actor.retire.remote(version)) for version in others))
             await self._refresh_one(engine)
         except Retryable:
             await self._alive(engine, actor)
 
     async def clear(self, uid: str) -> None:
-        """Abort the run's requests and remove all its versions from every engine."""
+        """Abort the run's requests and remove all its versions from every engine. Nothing of it may be publishing."""
         self._live.pop(uid, None)
         await self.abort(uid)
         await self.retire_others(uid, None)
@@ -138,7 +183,7 @@ class EngineSet:
             if engine.ready:
                 actor = engine.actor
                 try:
-                    await call(actor.abort.remote(f"{uid}::"))
+                    await _ask(actor.abort.remote(f"{uid}::"))
                 except Retryable:
                     await self._alive(engine, actor)
 
@@ -146,33 +191,27 @@ class EngineSet:
         """Ask every engine what it holds; a dead one is restarted."""
         await asyncio.gather(*(self._refresh_one(e) for e in self._engines if e.ready))
 
+    async def resync(self, live_uids: set[str]) -> None:
+        """Refresh, and retire what belongs to no live run: a late publish, or what an earlier runtime left."""
+        await self.refresh()
+        for uid in {name.rpartition("@")[0] for e in self._engines for name in e.adapters} - live_uids:
+            log.warning("run %s has ended, but an engine still lists it; retiring it", uid)
+            await self.clear(uid)
+
     async def _refresh_one(self, engine: _Engine) -> None:
         actor = engine.actor
         try:
-            status: EngineStatus = await call(actor.list.remote())
+            status: EngineStatus = await _ask(actor.list.remote())
         except Retryable:
             await self._alive(engine, actor)
             return
-        engine.pids, engine.listed_at = status.pids, status.listed_at
-        self._tell(engine, status.adapters)
+        if engine.actor is actor:
+            engine.pids, engine.listed_at = status.pids, status.listed_at
+            self._tell(engine, status.adapters)
 
     def _tell(self, engine: _Engine, adapters: tuple[str, ...]) -> None:
         engine.adapters = adapters
         self._observe(EngineStatus(engine.name, engine.ready, adapters, time.time(), engine.pids))
-
-    async def _alive(self, engine: _Engine, actor: Any) -> bool:
-        """Whether the engine still answers; a dead one is replaced in the background."""
-        if engine.actor is not actor or not engine.ready:
-            return False
-        try:
-            await call(actor.list.remote())
-        except Retryable as error:
-            log.error("%s died (%s); starting a new one", engine.name, error)
-            engine.ready = False
-            self._tell(engine, engine.adapters)
-            engine.restart = asyncio.create_task(self._replace(engine))
-            return False
-        return True
 
     async def check(self, actor: Any) -> None:
         """A caller saw Retryable from this engine: find out whether it is dead."""
@@ -180,13 +219,29 @@ class EngineSet:
             if engine.actor is actor:
                 await self._alive(engine, actor)
 
+    async def _alive(self, engine: _Engine, actor: Any) -> bool:
+        """Whether the engine still answers; a dead one is replaced in the background, once."""
+        if engine.actor is not actor or not engine.ready:
+            return False
+        try:
+            await _ask(actor.list.remote())
+        except Retryable as error:
+            if engine.actor is actor and engine.ready:  # of all that asked, the first one replaces it
+                log.error("%s died (%s); starting a new one", engine.name, error)
+                engine.ready = False
+                self._tell(engine, engine.adapters)
+                engine.restart = asyncio.create_task(self._replace(engine))
+            return False
+        return True
+
     async def _replace(self, engine: _Engine) -> None:
         delay = 1.0
         while True:
             try:
                 await asyncio.to_thread(self._spawner.reap, engine.actor, engine.pids, engine.listed_at)
                 self._tell(engine, ())
-                await self._bring_up(engine, adopt=False)
+                engine.actor = self._spawner.spawn(self._engines.index(engine))
+                await self._bring_up(engine)
             except Exception:
                 log.exception("%s did not start; next try in %.0f s", engine.name, delay)
                 await asyncio.sleep(delay)
@@ -194,24 +249,61 @@ class EngineSet:
             else:
                 return
 
-    async def _bring_up(self, engine: _Engine, *, adopt: bool) -> None:
+    async def _adopt_or_start(self, engine: _Engine) -> None:
         index = self._engines.index(engine)
-        engine.actor = (self._spawner.adopt(index) if adopt else None) or self._spawner.spawn(index)
-        status: EngineStatus = await call(engine.actor.start.remote())
+        adopted = self._spawner.adopt(index)
+        if adopted is not None:
+            engine.actor = adopted
+            try:
+                await self._bring_up(engine)
+                return
+            except (Retryable, ValueError) as error:
+                log.warning("%s cannot be adopted (%s); starting a new one", engine.name, error)
+                await asyncio.to_thread(self._spawner.reap, adopted, engine.pids, engine.listed_at)
+        engine.actor = self._spawner.spawn(index)
+        await self._bring_up(engine)
+
+    async def _bring_up(self, engine: _Engine) -> None:
+        """Start, probe, and bring the listing to exactly the live versions; then take traffic."""
+        actor = engine.actor
+        status: EngineStatus = await _ask(actor.start.remote(), _START_SECONDS)
         engine.pids, engine.listed_at = status.pids, status.listed_at
-        for name in status.adapters:  # of an earlier runtime: nobody can ask for them any more
-            version = VersionId.parse(name)
-            if self._live.get(version.uid) is None or self._live[version.uid].version != version:
-                await call(engine.actor.abort.remote(f"{version.uid}::"))
-                await call(engine.actor.retire.remote(version))
-        await call(engine.actor.probe.remote())
-        held: set[VersionId] = set()
-        while missing := [live for live in self._live.values() if live.version not in held]:
+        await _ask(actor.probe.remote())
+        while True:
+            status = await _ask(actor.list.remote())
+            held = {VersionId.parse(name) for name in status.adapters}
+            missing = [live for live in self._live.values() if live.version not in held]
+            surplus = held - {live.version for live in self._live.values()}
+            if not missing and not surplus:
+                break
+            for version in surplus:
+                await _ask(actor.abort.remote(f"{version.uid}::{version.incarnation}::v{version.n}::"))
+                await _ask(actor.retire.remote(version))
             for live in missing:
-                await call(engine.actor.publish.remote(live.version, live.manifest, live.buffer))
-                held.add(live.version)
+                await self._restore(actor, live)
         engine.in_flight = 0
         engine.ready = True
         self._any_ready.set()
-        await self._refresh_one(engine)
+        self._tell(engine, status.adapters)
         log.info("%s is ready", engine.name)
+
+    async def _restore(self, actor: Any, live: _Live) -> None:
+        try:
+            await _ask(actor.publish.remote(live.version, live.manifest, live.buffer))
+        except RunError as error:  # its own run's fault must not keep the engine from the others
+            if self._live.get(live.version.uid) is live:
+                del self._live[live.version.uid]
+            self._fail(error.fault(live.version.uid))
+
+
+async def _ask[T](reference: Awaitable[T], seconds: float = _CALL_SECONDS) -> T:
+    """Await an engine's answer; none in time means the engine is away.
+
+    Raises:
+        Retryable: no answer in time, or the actor is dead.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await call(reference)
+    except TimeoutError as error:
+        raise Retryable(f"no answer in {seconds:.0f} s") from error

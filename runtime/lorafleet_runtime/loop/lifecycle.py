@@ -5,6 +5,7 @@ waits for: the signal, at most one resync   unblocked by: any registry change
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.loop.buffers import CursorTracker
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.publishing import publish
-from lorafleet_runtime.registry.run import Run
+from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL, Run
 from lorafleet_runtime.storage import latest_checkpoint
 from lorafleet_runtime.types import Artifact, Loaded, LoadRequest, RunFault
 
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 RESYNC_SECONDS = 15.0
 _RETRY_SECONDS = 0.5
+LIVE = tuple(HOLDS_SLOT)
 
 
 async def lifecycle(fleet: Fleet) -> None:
@@ -32,12 +34,14 @@ async def lifecycle(fleet: Fleet) -> None:
         busy = {uid: task for uid, task in busy.items() if not task.done()}
         _enforce_deadlines(fleet, time.time())
         fleet.registry.assign()
+        for uid in fleet.workers.opened - {r.uid for r in fleet.registry.runs.values() if r.state not in TERMINAL}:
+            fleet.spawn(fleet.workers.close(uid), f"closing data and reward of run {uid}")
         for run, stage in _next_stages(fleet):
             if run.uid not in busy:
                 busy[run.uid] = fleet.spawn(_guard(fleet, run, stage), f"{stage.__name__} of run {run.uid}")
         if time.monotonic() - last_resync >= RESYNC_SECONDS:
             last_resync = time.monotonic()
-            fleet.spawn(fleet.engines.refresh(), "engine resync")
+            fleet.spawn(fleet.engines.resync({r.uid for r in fleet.registry.in_state(*LIVE)}), "engine resync")
         await fleet.signal.wait(timeout=RESYNC_SECONDS)
 
 
@@ -127,7 +131,7 @@ async def save(fleet: Fleet, run: Run) -> None:
                 raise
             log.warning("run %s: the last checkpoint failed: %s", run.uid, error)
     if run.ending is ending:
-        fleet.registry.saved(run.uid, artifact)
+        fleet.registry.saved(run.uid, artifact, time.time())
 
 
 async def checkpoint(fleet: Fleet, run: Run) -> Artifact | None:
@@ -147,11 +151,13 @@ async def clear(fleet: Fleet, run: Run) -> None:
     """Free the trainer slot, then every engine, and end the run once their own listings agree."""
     await fleet.trainer.call("drop", run.uid)
     fleet.registry.observe_trainer(await fleet.trainer.call("slots"))
-    await fleet.engines.clear(run.uid)
+    state = fleet.states.get(run.uid)
+    async with state.publishing if state is not None else contextlib.nullcontext():
+        await fleet.engines.clear(run.uid)
     await fleet.engines.refresh()
     await fleet.workers.close(run.uid)
     fleet.forget(run.uid)
-    if not fleet.registry.cleaned(run.uid, time.time()):
+    if not fleet.registry.cleaned(run.uid):
         raise Retryable(f"still listed by {fleet.registry.presence(run.uid)}")
 
 

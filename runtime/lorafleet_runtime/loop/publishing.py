@@ -18,12 +18,17 @@ async def publish(fleet: Fleet, run: Run, n: int, manifest: Manifest, buffer: An
     if state is None:
         return
     version = VersionId(run.uid, state.incarnation, n)
+
+    def wanted() -> bool:
+        return run.incarnation == version.incarnation and run.state in ("PENDING", "ACTIVE")
+
     async with state.publishing:
-        if run.incarnation != version.incarnation or run.state not in ("PENDING", "ACTIVE"):
+        if not wanted():
             return
         with fleet.metrics.publish_seconds.time():
-            await fleet.engines.publish(version, manifest, buffer)
-        if run.incarnation != version.incarnation or run.state not in ("PENDING", "ACTIVE"):
-            return
+            live = await fleet.engines.publish(version, manifest, buffer, wanted)
+        if not live:
+            return  # the run ended: its cleanup waits for this lock and retires what was loaded
         fleet.registry.published(run.uid, n, time.time())
-    fleet.spawn(fleet.engines.retire_others(run.uid, version), f"retiring versions before {version.name}")
+    retire = fleet.engines.retire_others(run.uid, version, oldest_useful=n - run.spec.max_staleness)
+    fleet.spawn(retire, f"retiring versions before {version.name}")

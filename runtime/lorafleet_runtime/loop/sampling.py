@@ -67,11 +67,11 @@ def _start_group(fleet: Fleet, run: Run) -> None:
 
 
 async def _sample_group(fleet: Fleet, run: Run, state: RunState, index: int, version: VersionId) -> None:
+    fault: RunFault | None = None
     try:
-        outcome = await _ask(fleet, run, index, version)
+        outcome = await _ask(fleet, run, state, index, version)
     except RunError as error:
-        fleet.registry.fail(error.fault(run.uid))
-        return
+        fault = error.fault(run.uid)
     except Retryable as error:
         log.info("run %s: group %d: %s; it is sampled again", run.uid, index, error)
         state.tracker.give_back(index)
@@ -80,16 +80,28 @@ async def _sample_group(fleet: Fleet, run: Run, state: RunState, index: int, ver
     except Exception as error:
         log.exception("run %s: group %d raised", run.uid, index)
         text = f"{type(error).__name__}: {error}; the runtime's log has more"
-        fleet.registry.fail(RunFault(run.uid, reasons.INTERNAL_ERROR, text))
-        return
+        fault = RunFault(run.uid, reasons.INTERNAL_ERROR, text)
     finally:
         state.in_flight -= 1
-    _take(fleet, run, state, outcome)
+    if not _current(fleet, run, state):
+        return  # a straggler of an incarnation that ended: neither its groups nor its faults count
+    if fault is not None:
+        fleet.registry.fail(fault)
+    else:
+        _take(fleet, run, state, outcome)
 
 
-async def _ask(fleet: Fleet, run: Run, index: int, version: VersionId) -> PromptGroup | DroppedGroup:
+def _current(fleet: Fleet, run: Run, state: RunState) -> bool:
+    return fleet.state(run) is state and run.state == "ACTIVE"
+
+
+async def _ask(
+    fleet: Fleet, run: Run, state: RunState, index: int, version: VersionId
+) -> PromptGroup | DroppedGroup:
     engine = await fleet.engines.acquire()
     try:
+        if not _current(fleet, run, state):
+            return DroppedGroup(run.uid, version, index, "aborted", "the run ended while it waited for an engine")
         return await fleet.workers.run_group(run.uid, run.spec.to_wire(), index, version, engine)
     except Retryable:
         await fleet.engines.check(engine)
@@ -99,8 +111,6 @@ async def _ask(fleet: Fleet, run: Run, index: int, version: VersionId) -> Prompt
 
 
 def _take(fleet: Fleet, run: Run, state: RunState, outcome: PromptGroup | DroppedGroup) -> None:
-    if fleet.state(run) is not state or run.state != "ACTIVE":
-        return  # a straggler of an incarnation that ended
     if isinstance(outcome, DroppedGroup):
         dropped = run.progress.dropped
         dropped[outcome.reason] = dropped.get(outcome.reason, 0) + 1

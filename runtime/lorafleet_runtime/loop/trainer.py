@@ -39,7 +39,7 @@ class TrainerHandle:
             ConfigError: the base model or the trainer's settings are unusable.
         """
         self._actor = self._spawn()
-        slots = await call(self._actor.slots.remote())
+        slots = await call(self._actor.start.remote())
         self._on_ready(slots)
         self._ready.set()
 

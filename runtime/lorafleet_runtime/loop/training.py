@@ -47,19 +47,19 @@ async def collect(fleet: Fleet) -> list[PromptGroup]:
     for maxCoalesceWaitSeconds.
     """
     limits = fleet.config.pool.spec.rollout
-    ready = 0
+    ready, grown_at = 0, time.monotonic()
     while True:
         needs = _needs(fleet)
         now_ready = fleet.buffers.samples_ready(needs)
+        if now_ready > ready:
+            grown_at = time.monotonic()
+        ready = now_ready
         completes = any(fleet.buffers.count(uid) >= need.remaining for uid, need in needs.items())
-        if now_ready and (now_ready >= limits.global_batch_size or completes):
+        # Measured from the last group, not from the last wake-up: other runs' events must not put it off.
+        patience = grown_at + limits.max_coalesce_wait_seconds - time.monotonic()
+        if ready and (ready >= limits.global_batch_size or completes or patience <= 0):
             break
-        grew, ready = now_ready > ready, now_ready
-        woken = await fleet.signal.wait(
-            timeout=limits.max_coalesce_wait_seconds if ready else limits.max_empty_wait_seconds
-        )
-        if not woken and ready and not grew:
-            break
+        woken = await fleet.signal.wait(timeout=patience if ready else limits.max_empty_wait_seconds)
         if not woken and not ready:
             _explain_wait(fleet)
     batch = fleet.buffers.collect(needs, limits.global_batch_size)
@@ -83,10 +83,13 @@ def _needs(fleet: Fleet) -> dict[str, Need]:
             oldest_version=run.trainer_version - run.spec.max_staleness,
             weight=run.spec.scheduling.weight,
         )
-    alone = sorted(uid for uid in fleet.suspects if uid in needs and fleet.buffers.count(uid))
-    if alone:
-        return {alone[0]: needs[alone[0]]}
-    return {uid: need for uid, need in needs.items() if uid not in fleet.suspects}
+    others = {uid: need for uid, need in needs.items() if uid not in fleet.suspects}
+    for uid in sorted(fleet.suspects & needs.keys()):
+        waiting = fleet.buffers.count(uid)
+        # A suspect trains alone, but only when it fills its step or nobody else has anything: it must not block them.
+        if waiting >= needs[uid].remaining or (waiting and not fleet.buffers.samples_ready(others)):
+            return {uid: needs[uid]}
+    return others
 
 
 def commit(fleet: Fleet, groups: list[PromptGroup], result: BatchResult) -> list[Run]:
@@ -139,10 +142,19 @@ async def step(fleet: Fleet, run: Run) -> None:
 
 
 async def _publish(fleet: Fleet, run: Run, n: int, manifest: Any, buffer: Any) -> None:
+    incarnation = run.incarnation
     try:
         await publish(fleet, run, n, manifest, buffer)
     except RunError as error:
-        fleet.registry.fail(error.fault(run.uid))
+        fault = error.fault(run.uid)
+    except Exception as error:
+        log.exception("run %s: publishing version %d raised", run.uid, n)
+        text = f"{type(error).__name__}: {error}; the runtime's log has more"
+        fault = RunFault(run.uid, reasons.INTERNAL_ERROR, text)
+    else:
+        return
+    if run.incarnation == incarnation:
+        fleet.registry.fail(fault)
 
 
 async def _checkpoint(fleet: Fleet, run: Run) -> None:
@@ -179,6 +191,7 @@ def _drop_stale(fleet: Fleet, group: PromptGroup) -> None:
         return
     state.tracker.consume(group.index)
     run.progress.dropped["stale"] = run.progress.dropped.get("stale", 0) + 1
+    fleet.signal.set()
 
 
 def _explain_wait(fleet: Fleet) -> None:

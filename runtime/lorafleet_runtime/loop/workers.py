@@ -1,10 +1,12 @@
 """The runtime's end of the rollout workers: which worker serves which run, and reopening after a restart."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from lorafleet_runtime.errors import Retryable
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.remote import call
 from lorafleet_runtime.types import DatasetInfo, DroppedGroup, PromptGroup, VersionId
 
@@ -18,17 +20,28 @@ class WorkerSet:
         self._spawn = spawn
         self._actors = [spawn(i) for i in range(count)]
         self._home: dict[str, int] = {}
-        self._opened: dict[str, Any] = {}
+        self._open: dict[str, Any] = {}
         """The actor that has the run open."""
+        self._digests: dict[str, str] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
         self._turn = 0
+
+    @property
+    def opened(self) -> set[str]:
+        """Runs that a worker has open."""
+        return set(self._open)
 
     async def open(self, uid: str, spec: dict[str, Any]) -> DatasetInfo:
         """Open data and reward of a run.
 
         Raises:
-            RunError: they are unusable.
+            RunError: they are unusable, or the data changed since the run first opened them.
             Retryable: the worker died; a new one is there for the next try.
         """
+        async with self._locks.setdefault(uid, asyncio.Lock()):
+            return await self._open_here(uid, spec)
+
+    async def _open_here(self, uid: str, spec: dict[str, Any]) -> DatasetInfo:
         if uid not in self._home:
             self._home[uid] = self._turn % len(self._actors)
             self._turn += 1
@@ -38,7 +51,11 @@ class WorkerSet:
         except Retryable:
             self._replace(uid, actor)
             raise
-        self._opened[uid] = actor
+        known = self._digests.setdefault(uid, info.digest)
+        if known != info.digest:
+            text = f"data: {spec.get('data')} changed while the run was training; restore it or start a new run"
+            raise RunError(reasons.DATA_ERROR, text)
+        self._open[uid] = actor
         return info
 
     async def run_group(
@@ -50,9 +67,10 @@ class WorkerSet:
             RunError: the run's reward failed and its policy is Fail.
             Retryable: engine or worker is away.
         """
-        if self._opened.get(uid) is not self._actors[self._home.get(uid, 0)]:
-            await self.open(uid, spec)
-        actor = self._opened[uid]
+        async with self._locks.setdefault(uid, asyncio.Lock()):  # of all groups that find it closed, one opens it
+            if self._open.get(uid) is not self._actors[self._home.get(uid, 0)]:
+                await self._open_here(uid, spec)
+            actor = self._open[uid]
         try:
             return await call(actor.run_group.remote(uid, index, version, engine))
         except Retryable:
@@ -61,14 +79,16 @@ class WorkerSet:
 
     async def close(self, uid: str) -> None:
         """Release the run's data and reward process."""
-        actor = self._opened.pop(uid, None)
-        self._home.pop(uid, None)
-        if actor is None:
-            return
-        try:
-            await call(actor.close.remote(uid))
-        except Retryable:
-            log.info("run %s: its worker is gone already", uid)
+        async with self._locks.setdefault(uid, asyncio.Lock()):
+            actor = self._open.pop(uid, None)
+            for known in (self._home, self._digests):
+                known.pop(uid, None)
+            if actor is not None:
+                try:
+                    await call(actor.close.remote(uid))
+                except Retryable:
+                    log.info("run %s: its worker is gone already", uid)
+        self._locks.pop(uid, None)
 
     async def _check(self, uid: str, actor: Any) -> None:
         try:

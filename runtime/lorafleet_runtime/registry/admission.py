@@ -9,6 +9,9 @@ from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec, resolve_spec
 from lorafleet_runtime.errors import RunError
 
+MIN_TEMPERATURE = 0.01
+"""vLLM raises what is below to this, so that sampler and trainer would differ."""
+
 
 class SpecProblem(Exception):
     """A spec that does not parse.
@@ -72,8 +75,34 @@ def check_limits(spec: AdapterRunSpec, pool: AdapterPoolSpec) -> None:
             f"sampling.maxTokens: {spec.sampling.max_tokens} leaves no room for a prompt in the engines' maxModelLen"
             f" {pool.engines.max_model_len}; lower it",
         )
+    check_sampling(spec)
+    if spec.n_samples_per_prompt == 1 and spec.algorithm.advantage in ("grpo", "rloo"):
+        raise RunError(
+            reasons.INVALID_SPEC,
+            f"nSamplesPerPrompt: 1 gives every sample the advantage 0 with algorithm.advantage"
+            f" {spec.algorithm.advantage}; use 2 or more, or algorithm.advantage reinforce",
+        )
     for field, value, fix in _unsupported(spec):
         raise RunError(reasons.INVALID_SPEC, f"{field}: {value} is not supported by this version; {fix}")
+
+
+def check_sampling(spec: AdapterRunSpec) -> None:
+    """Refuse sampling whose log-probabilities the trainer does not compute. The trainer asks too.
+
+    Raises:
+        RunError: InvalidSpec with the field, the value and the fix.
+    """
+    sampling = spec.sampling
+    if sampling.top_p != 1.0:  # the engine's log-probabilities are over the nucleus, the trainer's over the vocabulary
+        raise RunError(
+            reasons.INVALID_SPEC, f"sampling.topP: {sampling.top_p:g} cannot be trained on; set it to 1 or remove it"
+        )
+    if sampling.temperature < MIN_TEMPERATURE:
+        raise RunError(
+            reasons.INVALID_SPEC,
+            f"sampling.temperature: {sampling.temperature:g} is below {MIN_TEMPERATURE:g}, where sampling is greedy and"
+            f" engines round it; use {MIN_TEMPERATURE:g} or more, for example 1",
+        )
 
 
 def _unsupported(spec: AdapterRunSpec) -> list[tuple[str, Any, str]]:

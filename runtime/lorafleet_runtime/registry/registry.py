@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
+from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_api.v1alpha1.wire import (
     AdapterList,
     AdapterView,
-    EngineView,
     Outcome,
     PresenceView,
     RunState,
@@ -25,9 +25,10 @@ from lorafleet_api.v1alpha1.wire import (
     TrainerView,
 )
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.registry.admission import check_limits, parse_spec
+from lorafleet_runtime.registry.admission import SpecProblem, check_limits, parse_spec
+from lorafleet_runtime.registry.listings import Listings
 from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL, Ending, Run
-from lorafleet_runtime.types import Artifact, DatasetInfo, EngineStatus, Loaded, RunFault, StepResult
+from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, RunFault, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -38,21 +39,17 @@ class StaleOperator(Exception):
     """A call carried an operatorEpoch below the newest one seen."""
 
 
-class Registry:
+class Registry(Listings):
     """Owns every run's state, slot, incarnation, version and step."""
 
     def __init__(self, pool: AdapterPoolSpec, boot_epoch: int, notify: Callable[[], None] = lambda: None) -> None:
+        super().__init__(pool.engines.replicas, notify)
         self.pool = pool
         self.boot_epoch = boot_epoch
-        self.revision = 0
         self.synced = False
         self.operator_epoch = 0
         self.runs: dict[str, Run] = {}
-        self.engines: dict[str, EngineStatus] = {}
-        self.trainer_ready = False
-        self.trainer_slots: dict[int, str] = {}
         self._registrations = 0
-        self._notify = notify
 
     # --- what the operator and API users ask for -------------------------------------------------------------
 
@@ -88,30 +85,58 @@ class Registry:
         created: float,
         priority: int = 0,
         owner: Literal["operator", "api"] = "operator",
+        start_time: float | None = None,
     ) -> Run:
         """Make the run known or apply a newer generation. Idempotent.
 
+        Args:
+            uid: of the object.
+            spec: as the user wrote it.
+            namespace: of the object.
+            name: of the object.
+            generation: of the spec; an older one changes nothing.
+            created: Unix seconds of the object's creation.
+            priority: runs of higher priority take a free slot first.
+            owner: who may take the run away again.
+            start_time: Unix seconds of its first registration, if an earlier runtime had it.
+
         Raises:
-            SpecProblem: the spec does not parse. Limits of the pool do not raise: that run becomes FAILED.
+            SpecProblem: the spec does not parse, or an edit asks for what the pool cannot train. A new run that does
+                so becomes FAILED instead.
         """
         resolved = parse_spec(spec, self.pool)
         run = self.runs.get(uid)
         if run is None:
-            run = Run(uid, namespace, name, owner, resolved, generation, priority, created)
+            run = Run(uid, namespace, name, owner, resolved, generation, priority, created, start_time=start_time)
             self.runs[uid] = run
             try:
                 check_limits(resolved, self.pool)
             except RunError as error:
                 self.fail(error.fault(uid))
         elif generation > run.generation:
-            run.spec = resolved
-            run.generation = generation
-            run.priority = priority
-            if resolved.num_step is not None and run.target_step is not None and run.ending is None:
-                run.target_step = max(resolved.num_step, run.step)
+            self._edit(run, resolved, generation, priority)
         self._apply_intent(run)
         self._changed()
         return run
+
+    def _edit(self, run: Run, spec: AdapterRunSpec, generation: int, priority: int) -> None:
+        try:
+            check_limits(spec, self.pool)
+        except RunError as error:
+            field, _, rest = error.message.partition(": ")
+            raise SpecProblem(field, None, rest) from error
+        run.spec = spec
+        run.generation = generation
+        run.priority = priority
+        self._retarget(run)
+
+    def _retarget(self, run: Run) -> None:
+        """The step at which the run is complete; may grow until its end is decided."""
+        if run.dataset is None or (run.ending is not None and run.ending.outcome != "Suspended"):
+            return
+        epochs = run.spec.num_epoch or 1
+        wanted = run.spec.num_step or max(1, epochs * run.dataset.rows // run.groups_per_step)
+        run.target_step = max(wanted, run.step)
 
     def delete(self, uid: str) -> bool:
         """Take the run away for good. True when nothing is left of it."""
@@ -130,6 +155,7 @@ class Registry:
         if run.state == "SUSPENDED" and not run.spec.suspend and not run.spec.cancel and not run.deleted:
             run.ending = None
             run.state = "QUEUED"
+            run.dataset = None  # data and reward were closed with the suspension; they are checked again
             run.reason, run.message = reasons.PENDING, "resuming"
         elif run.state == "SUSPENDED" and run.spec.cancel:
             run.ending = Ending("Cancelled", reasons.CANCELLED, "spec.cancel is true", save=False)
@@ -147,27 +173,32 @@ class Registry:
         return sorted((r for r in self.runs.values() if r.state in states), key=lambda r: (r.created, r.uid))
 
     def checked(self, uid: str, dataset: DatasetInfo) -> None:
-        """Data and reward are usable; the target is fixed here, once."""
+        """Data and reward are usable; the target follows from the spec and the rows."""
         run = self.runs.get(uid)
         if run is None:
             return
         run.dataset = dataset
-        if run.target_step is None:
-            epochs = run.spec.num_epoch or 1
-            run.target_step = run.spec.num_step or max(1, epochs * dataset.rows // run.groups_per_step)
+        self._retarget(run)
         self._changed()
 
     def assign(self) -> list[Run]:
-        """Give free slots to checked runs, by priority and then by age. Returns the runs that got one."""
-        waiting = [r for r in self.in_state("QUEUED") if r.dataset is not None and (self.synced or r.owner == "api")]
-        waiting.sort(key=lambda r: (-r.priority - r.spec.scheduling.priority, r.created, r.uid))
+        """Give free slots to checked runs, by priority, then to those that had one before, then by age.
+
+        After a restart a slot is kept for a run that had one before, until its data is checked again.
+
+        Returns:
+            The runs that got a slot.
+        """
+        waiting = [r for r in self.in_state("QUEUED") if self.synced or r.owner == "api"]
+        waiting = [r for r in waiting if r.dataset is not None or r.start_time is not None]
+        waiting.sort(key=lambda r: (-r.queue_priority, r.start_time is None, r.created, r.uid))
         taken = {r.slot for r in self.runs.values() if r.state in HOLDS_SLOT}
         free = [s for s in range(self.pool.slots) if s not in taken]
-        started = waiting[: len(free)]
+        started = [r for r in waiting[: len(free)] if r.dataset is not None]
         for run, slot in zip(started, free, strict=False):
             self._register(run, slot)
         changed = bool(started)
-        for position, run in enumerate(waiting[len(free) :], start=1):
+        for position, run in enumerate((r for r in waiting[len(free) :] if r.dataset is not None), start=1):
             message = f"all {self.pool.slots} slots are taken; position {position} in the queue"
             changed = changed or run.message != message
             run.queue_position = position
@@ -186,6 +217,8 @@ class Registry:
         run.loaded = False
         run.weight_version = 0
         run.accumulated_groups = 0
+        run.completion_time = None
+        run.progress.since = None
         run.progress.reward_sum = run.progress.mismatch_sum = 0.0
         run.progress.reward_count = run.progress.mismatch_count = 0
 
@@ -208,6 +241,7 @@ class Registry:
             run.state = "ACTIVE"
             run.reason, run.message = reasons.TRAINING, f"training in slot {run.slot}"
             run.start_time = run.start_time or now
+            run.progress.since = now
         self._changed()
 
     def commit(self, uid: str, groups: int, rewards: Iterable[float], mismatch: tuple[float, int]) -> bool:
@@ -234,12 +268,11 @@ class Registry:
         run.accumulated_groups = 0
         run.crashes = 0
         p = run.progress
-        since = p.last_step_time or run.start_time
-        if since is not None:
-            seconds = now - since
+        if p.since is not None:
+            seconds = now - p.since
             old = p.seconds_per_step
             p.seconds_per_step = seconds if old is None else _STEP_TIME_DECAY * old + (1 - _STEP_TIME_DECAY) * seconds
-        p.last_step_time = now
+        p.last_step_time = p.since = now
         p.lr, p.grad_norm = result.lr, result.grad_norm
         p.reward_mean = p.reward_sum / p.reward_count if p.reward_count else None
         p.mismatch = p.mismatch_sum / p.mismatch_count if p.mismatch_count else None
@@ -265,7 +298,7 @@ class Registry:
         run = self.runs.get(uid)
         if run is None or run.state in TERMINAL or run.state == "CLEANUP":
             return
-        if run.ending is not None and not (run.ending.outcome in ("Complete", "Suspended") and outcome != "Suspended"):
+        if run.ending is not None and not _may_replace(run.ending.outcome, outcome):
             return
         run.ending = Ending(outcome, reason, message, save)
         if run.state == "QUEUED":
@@ -275,7 +308,7 @@ class Registry:
             run.reason, run.message = (reasons.SAVING, "writing the last checkpoint") if save else (reason, message)
         self._changed()
 
-    def saved(self, uid: str, artifact: Artifact | None) -> None:
+    def saved(self, uid: str, artifact: Artifact | None, now: float) -> None:
         """The last checkpoint is durable, or none was wanted: the slot may be cleared."""
         run = self.runs[uid]
         if run.state != "RETIRING" or run.ending is None:
@@ -283,6 +316,7 @@ class Registry:
         if artifact is not None:
             run.artifact = artifact
         run.state = "CLEANUP"
+        run.completion_time = None if run.ending.outcome == "Suspended" else now
         run.reason, run.message = run.ending.reason, run.ending.message
         self._changed()
 
@@ -292,12 +326,11 @@ class Registry:
             self.runs[uid].artifact = artifact
             self._changed()
 
-    def cleaned(self, uid: str, now: float) -> bool:
+    def cleaned(self, uid: str) -> bool:
         """End a CLEANUP run if neither trainer nor any engine lists it. Call after fresh listings. True when ended."""
         run = self.runs[uid]
         if run.state != "CLEANUP" or self.presence(uid) != PresenceView():
             return False
-        run.completion_time = now
         self._end(run)
         self._changed()
         return True
@@ -336,28 +369,6 @@ class Registry:
             self._register(run, run.slot)
         self._changed()
 
-    # --- what the trainer and the engines say they hold ------------------------------------------------------
-
-    def observe_trainer(self, slots: dict[int, str]) -> None:
-        """The trainer's own listing."""
-        if slots != self.trainer_slots or not self.trainer_ready:
-            self.trainer_slots = dict(slots)
-            self.trainer_ready = True
-            self._changed()
-
-    def observe_engine(self, status: EngineStatus) -> None:
-        """One engine's own listing."""
-        old = self.engines.get(status.engine)
-        self.engines[status.engine] = status
-        if old is None or (old.adapters, old.ready) != (status.adapters, status.ready):
-            self._changed()
-
-    def presence(self, uid: str) -> PresenceView:
-        """Who holds the run."""
-        prefix = f"{uid}@"
-        engines = [e.engine for e in self.engines.values() if any(a.startswith(prefix) for a in e.adapters)]
-        return PresenceView(trainer=uid in self.trainer_slots.values(), engines=sorted(engines))
-
     # --- views -----------------------------------------------------------------------------------------------
 
     def view(self, uid: str) -> AdapterView:
@@ -369,13 +380,6 @@ class Registry:
         used = sum(r.state in HOLDS_SLOT for r in self.runs.values())
         return SlotsView(total=self.pool.slots, used=used, queued=len(self.in_state("QUEUED")))
 
-    def engine_views(self) -> list[EngineView]:
-        """Every engine's own listing."""
-        return [
-            EngineView(engine=e.engine, ready=e.ready, adapters=list(e.adapters), listed_at=e.listed_at)
-            for e in self.engines.values()
-        ]
-
     def listing(self) -> AdapterList:
         """Everything, for GET /v1/adapters."""
         return AdapterList(
@@ -383,12 +387,14 @@ class Registry:
             revision=self.revision,
             synced=self.synced,
             operator_epoch=self.operator_epoch,
+            listed=self.listed,
             slots=self.slots(),
             trainer=TrainerView(ready=self.trainer_ready, slots=self.trainer_slots),
             engines=self.engine_views(),
             adapters=[self.view(r.uid) for r in sorted(self.runs.values(), key=lambda r: (r.created, r.uid))],
         )
 
-    def _changed(self) -> None:
-        self.revision += 1
-        self._notify()
+
+def _may_replace(old: Outcome, new: Outcome) -> bool:
+    """Whether an end that is under way gives way to another: a completion to a fault, a suspension to anything."""
+    return (old == "Complete" and new == "Failed") or (old == "Suspended" and new != "Suspended")

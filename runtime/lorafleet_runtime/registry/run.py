@@ -42,6 +42,8 @@ class Progress:
     grad_norm: float | None = None
     mismatch: float | None = None
     last_step_time: float | None = None
+    since: float | None = None
+    """Start of the step under way: the last step, or this registration."""
     seconds_per_step: float | None = None
     """Exponential mean over steps."""
     reward_sum: float = 0.0
@@ -97,6 +99,11 @@ class Run:
         return self.spec.rollout_batch_size
 
     @property
+    def queue_priority(self) -> int:
+        """What the operator sent, or what the pool's defaults say where it sent nothing."""
+        return self.priority or self.spec.scheduling.priority
+
+    @property
     def trainer_version(self) -> int:
         """The version number of the weights that the trainer holds now."""
         return 1 + self.step - self.start_step
@@ -113,8 +120,8 @@ class Run:
 
     @property
     def visible_outcome(self) -> Outcome | None:
-        """Complete shows only once the final checkpoint is durable."""
-        if self.ending is None or (self.ending.outcome == "Complete" and self.state == "RETIRING"):
+        """An end shows only once its last checkpoint is durable, or none is wanted."""
+        if self.ending is None or (self.ending.save and self.state == "RETIRING"):
             return None
         return self.ending.outcome
 

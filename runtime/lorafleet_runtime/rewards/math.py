@@ -14,6 +14,7 @@ _NUMBER_RE = re.compile(_NUMBER)
 _MARKED = re.compile(rf"####\s*\$?\s*({_NUMBER}(?:\s*/\s*\d[\d,]*)?)")  # GSM8K
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BARE_BOXED = re.compile(r"[^\s${}\\]+")  # \boxed 5, which TeX accepts too
+_UNFINISHED = re.compile(r"[ \t.,/^*+eE\\-]*\Z")  # between an answer and a cut: more of the answer may have followed
 _DECORATION = re.compile(
     r"\\(?:text|mathrm|textbf|mathbf|operatorname)\s*\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?|\\(?:left|right|quad|qquad)"
     r"|\\[$%!,;: ]|[$%~]"
@@ -35,11 +36,12 @@ def math_reward(*, prompt: Any, response: str, label: Any, metadata: dict[str, A
             its last number. A last box that is empty or not closed scores 0.
         label: a number or a string; of a string with "####" or \\boxed{...}, what these mark ("... #### 1,250").
         metadata: not used.
-        truncated: not used; a box that was cut off scores 0 in any case.
+        truncated: the response was cut at maxTokens. Then an answer at its very end scores 0 unless its box is closed:
+            "#### 12" may be the beginning of "#### 1250".
     """
-    del prompt, metadata, truncated
+    del prompt, metadata
     gold = label_answer(label)
-    answer = response_answer(response)
+    answer = response_answer(response, truncated=truncated)
     if not gold or not answer:
         return 0.0
     number = _literal(gold)
@@ -49,16 +51,22 @@ def math_reward(*, prompt: Any, response: str, label: Any, metadata: dict[str, A
     return float(bool(answer) and _equal(gold, answer))
 
 
-def response_answer(response: str) -> str | None:
-    """The text of the response's last answer, or None."""
+def response_answer(response: str, *, truncated: bool = False) -> str | None:
+    """The text of the response's last answer, or None; also None for one that a cut response may not have finished."""
     boxes = list(_BOX.finditer(response))
     marks = list(_MARKED.finditer(response))
     if boxes and (not marks or boxes[-1].start() > marks[-1].start()):
-        return _boxed(response, boxes[-1].end())
-    if marks:
-        return marks[-1].group(1)
-    numbers = _NUMBER_RE.findall(response)
-    return numbers[-1] if numbers else None
+        start = boxes[-1].end()
+        if response[start : start + 1] == "{":
+            return _boxed(response, start)
+        found = _BARE_BOXED.match(response, start)
+    elif marks:
+        found = marks[-1]
+    else:
+        found = next(reversed(list(_NUMBER_RE.finditer(response))), None)
+    if found is None or (truncated and _UNFINISHED.match(response, found.end())):
+        return None
+    return found.group(found.lastindex or 0)
 
 
 def label_answer(label: Any) -> str | None:

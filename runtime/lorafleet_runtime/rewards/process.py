@@ -33,6 +33,7 @@ class RewardProcess:
         self._timeout = timeout_seconds
         self._child: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
+        self._closed = False
 
     @property
     def pid(self) -> int | None:
@@ -63,10 +64,13 @@ class RewardProcess:
         return float(answer["value"])
 
     async def close(self) -> None:
-        """End the child, also while it serves a call. The object can be started again."""
+        """End the child for good, also while it serves a call; that call and those that wait for it fail."""
+        self._closed = True
         await self._kill()
 
     async def _ensure(self) -> None:
+        if self._closed:
+            raise RewardFailure("the reward process is closed")
         if self.pid is not None:
             return
         await self._kill()

@@ -1,6 +1,6 @@
 """The rollout worker: one prompt row and one engine in, one scored prompt group out.
 
-    open(uid, spec)   data file ─▶ PromptSource;  reward ─▶ a child process of the run
+    open(uid, spec)   data file ─▶ PromptSource;  initFrom ─▶ checked;  reward ─▶ a child process of the run
     run_group(...)    row(index) ─▶ engine.generate ─▶ decode ─▶ reward per sample ─▶ advantages ─▶ PromptGroup
 
 Called by the loop through `actor.RolloutActor` (tests call it directly). Keeps nothing that a restart loses: indexes
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,6 +26,8 @@ from lorafleet_runtime.rewards.process import RewardFailure, RewardProcess
 from lorafleet_runtime.rewards.resolve import resolve_reward, reward_field
 from lorafleet_runtime.rollout.advantages import group_advantages
 from lorafleet_runtime.rollout.text import Decoder
+from lorafleet_runtime.storage import has_checkpoint
+from lorafleet_runtime.trainer.warm_start import check_warm_start
 from lorafleet_runtime.types import (
     Completion,
     DatasetInfo,
@@ -46,11 +49,15 @@ class GeneratingEngine(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OpenRun:
     spec: AdapterRunSpec
     source: PromptSource
     reward: RewardProcess
+    groups: int = 0
+    """Under way; with the last of a replaced run its reward ends."""
+    replaced: bool = False
+    closed: bool = False
 
 
 class RolloutWorker:
@@ -69,36 +76,60 @@ class RolloutWorker:
         self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model_path))
         self._decoder = Decoder(self._tokenizer, Path(model_path))
         self._storage_root = Path(storage_root)
+        self._model_path = Path(model_path)
         self._runs: dict[str, _OpenRun] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """One for each run that is being opened or closed: after a restart all its groups ask for open at once."""
 
     async def open(self, uid: str, spec: AdapterRunSpec | Mapping[str, Any]) -> DatasetInfo:
-        """Read the run's data and start its reward. Idempotent; another spec replaces what was open.
+        """Read the run's data, check its initFrom and start its reward. Idempotent.
+
+        Another spec replaces what was open; groups under way finish with what they began with.
 
         Args:
             uid: the run.
             spec: resolved AdapterRunSpec, or its wire form.
 
         Raises:
-            RunError: DataError, RewardError or InvalidSpec, naming the field, the value and the fix.
+            RunError: DataError, RewardError, InitError or InvalidSpec, naming the field, the value and the fix.
         """
         resolved = AdapterRunSpec.model_validate(spec)
-        known = self._runs.get(uid)
-        if known is not None and known.spec == resolved:
-            return known.source.info
-        target = resolve_reward(resolved, self._pool.reward_modules)
+        async with self._lock(uid):
+            known = self._runs.get(uid)
+            if known is not None and known.spec == resolved:
+                return known.source.info
+            made = await self._make(uid, resolved)
+            self._runs[uid] = made
+            if known is not None:
+                known.replaced = True
+                await _end_replaced(known)
+        return made.source.info
+
+    async def _make(self, uid: str, spec: AdapterRunSpec) -> _OpenRun:
+        target = resolve_reward(spec, self._pool.reward_modules)
+        await asyncio.to_thread(self._check_start, uid, spec)
         source = await asyncio.to_thread(  # a big file takes seconds, and other runs' groups must not wait for it
-            open_source, resolved, self._tokenizer, self._storage_root, self._pool.engines.max_model_len
+            open_source, spec, self._tokenizer, self._storage_root, self._pool.engines.max_model_len
         )
-        reward = RewardProcess(target, resolved.reward_timeout_seconds)
+        reward = RewardProcess(target, spec.reward_timeout_seconds)
         try:
             await reward.start()
         except RewardFailure as failure:
             raise RunError(
-                REWARD_ERROR, f"{reward_field(resolved)} cannot be loaded: {failure}; correct the path or the module"
+                REWARD_ERROR, f"{reward_field(spec)} cannot be loaded: {failure}; correct the path or the module"
             ) from failure
-        await self.close(uid)
-        self._runs[uid] = _OpenRun(resolved, source, reward)
-        return source.info
+        return _OpenRun(spec, source, reward)
+
+    def _check_start(self, uid: str, spec: AdapterRunSpec) -> None:
+        targets = spec.target_modules or self._pool.target_modules
+        try:
+            check_warm_start(spec, targets, self._storage_root, self._model_path)
+        except RunError:
+            if not has_checkpoint(self._storage_root, uid):  # a run that resumes needs its initFrom no more
+                raise
+
+    def _lock(self, uid: str) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
 
     async def run_group(
         self, uid: str, index: int, version: VersionId, engine: GeneratingEngine
@@ -118,10 +149,20 @@ class RolloutWorker:
         run = self._runs.get(uid)
         if run is None:
             raise Retryable(f"run {uid} is not open in this rollout worker; open it again")
+        run.groups += 1
+        try:
+            return await self._sample(uid, run, index, version, engine)
+        finally:
+            run.groups -= 1
+            await _end_replaced(run)
+
+    async def _sample(
+        self, uid: str, run: _OpenRun, index: int, version: VersionId, engine: GeneratingEngine
+    ) -> PromptGroup | DroppedGroup:
         row = run.source.row(index)
-        # The prefix is the run's, so that abort by prefix finds its requests; the suffix is fresh, because a group
-        # asked for again may meet its first request still running.
-        request_id = f"{uid}::{version.incarnation}::{index}::v{version.n}-{uuid.uuid4().hex[:8]}"
+        # The prefix is the run's and then the version's, so that abort by prefix finds either's requests; the suffix is
+        # fresh, because a group asked for again may meet its first request still running.
+        request_id = f"{uid}::{version.incarnation}::v{version.n}::{index}-{uuid.uuid4().hex[:8]}"
         params = sampling_params(run.spec)
         completions = await engine.generate(request_id, version, row.prompt_ids, params)
         if len(completions) != params.n or not all(c.token_ids for c in completions):
@@ -133,6 +174,8 @@ class RolloutWorker:
             try:
                 rewards.append(await _score(run, row, text, completion.finish_reason == "length"))
             except RewardFailure as failure:
+                if run.closed:
+                    raise Retryable(f"run {uid} was closed in this rollout worker during a group") from failure
                 if run.spec.reward_failure_policy == "Drop":
                     return DroppedGroup(uid, version, index, "rewardError", str(failure))
                 if run.spec.reward_failure_policy == "Fail":
@@ -143,9 +186,11 @@ class RolloutWorker:
 
     async def close(self, uid: str) -> None:
         """Forget a run and end its reward process; does nothing for an unknown one."""
-        run = self._runs.pop(uid, None)
-        if run is not None:
-            await run.reward.close()
+        async with self._lock(uid):
+            run = self._runs.pop(uid, None)
+            if run is not None:
+                run.closed = True
+                await run.reward.close()
 
     async def shutdown(self) -> None:
         """Close every run."""
@@ -163,6 +208,11 @@ def sampling_params(spec: AdapterRunSpec) -> SamplingParams:
         max_tokens=sampling.max_tokens,
         stop=tuple(sampling.stop),
     )
+
+
+async def _end_replaced(run: _OpenRun) -> None:
+    if run.replaced and run.groups == 0:
+        await run.reward.close()
 
 
 async def _score(run: _OpenRun, row: PromptRow, text: str, truncated: bool) -> float:

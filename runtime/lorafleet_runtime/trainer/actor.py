@@ -35,9 +35,6 @@ class TrainerActor:
         pool_spec: of the pool.
         model_path: directory of the base model.
         storage_root: shared storage.
-
-    Raises:
-        ConfigError: the base model or the trainer's settings are unusable.
     """
 
     def __init__(self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str) -> None:
@@ -53,6 +50,7 @@ class TrainerActor:
         from lorafleet_runtime.trainer import rank
 
         self._rank: TrainerRank = rank.TrainerRank(pool_spec, model_path, storage_root)
+        return self._rank.slots()
 
     def load(self, request: LoadRequest) -> Loaded:
         """See TrainerRank.load."""

@@ -11,6 +11,7 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.errors import RunError
+from lorafleet_runtime.registry.admission import check_sampling
 from lorafleet_runtime.trainer.shape import ModelShape
 from lorafleet_runtime.types import LoadRequest, PromptGroup
 
@@ -38,9 +39,7 @@ def check_load(request: LoadRequest, pool: AdapterPoolSpec, slots: dict[int, str
     if extra:
         text = f"targetModules: {', '.join(extra)} not in the pool's {', '.join(pool.target_modules)}; leave them out"
         raise RunError(reasons.TARGETS_NOT_SERVED, text)
-    if spec.sampling.temperature == 0:
-        text = "sampling.temperature: 0 is greedy and gives no gradient; use a value above 0, for example 1"
-        raise RunError(reasons.INVALID_SPEC, text)
+    check_sampling(spec)
     if request.target_step < 1:
         raise RunError(reasons.INTERNAL_ERROR, f"target_step: {request.target_step} is below 1")
     holder = slots.get(request.slot, request.uid)

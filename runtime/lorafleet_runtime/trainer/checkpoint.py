@@ -1,4 +1,4 @@
-"""Writes, finds, loads and prunes a run's checkpoints.
+"""Writes, loads and prunes a run's checkpoints; `storage` finds them.
 
 Called by rank.py. A checkpoint is a directory step_N that appears by rename, whole or not at all; it holds a servable
 PEFT adapter, the optimizer's tensors and state.json. Nothing here knows slots or the model.
@@ -21,12 +21,17 @@ from torch import Tensor
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.storage import checkpoints
-from lorafleet_runtime.trainer.export import WEIGHTS_FILE
+from lorafleet_runtime.storage import (
+    ASIDE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    WEIGHTS_FILE,
+    checkpoints,
+    is_whole,
+    step_directories,
+)
 from lorafleet_runtime.types import Artifact, Cursor
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
 FORMAT = 1
 
 
@@ -48,6 +53,7 @@ class TrainState:
 
     step: int
     target_step: int
+    """Horizon of the learning-rate schedule, fixed when the run was first loaded."""
     cursor: Cursor
     use_rslora: bool
     master: Tensor
@@ -110,18 +116,13 @@ def read_checkpoint(path: Path, identity: Identity) -> TrainState:
         raise RunError(reasons.STORAGE_ERROR, text) from error
 
 
-def find_latest(directory: Path) -> Path | None:
-    """The newest checkpoint whose files are all there at full size, or None."""
-    for _, path in reversed(checkpoints(directory)):
-        if _is_whole(path):
-            return path
-    return None
-
-
 def prune(directory: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and what interrupted writes left. Failures are left for later."""
-    stale = [path for _, path in checkpoints(directory)[:-keep]]
-    for path in stale:
+    kept = checkpoints(directory)[-keep:]
+    paths = {path for _, path in kept}
+    for step, path in step_directories(directory):
+        if path in paths or not kept or step > kept[-1][0]:
+            continue
         doomed = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex}")  # a half-deleted one must not look complete
         try:
             path.rename(doomed)
@@ -164,24 +165,35 @@ def _describe(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def _is_whole(path: Path) -> bool:
-    try:
-        files = json.loads((path / STATE_FILE).read_text())["files"]
-        return all((path / name).stat().st_size == about["bytes"] for name, about in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
 def _put(temporary: Path, final: Path) -> None:
-    """Rename into place. A checkpoint of the same step (written again after a restart) gives way."""
-    if final.exists():
-        old = final.with_name(f".tmp-old-{final.name}-{uuid.uuid4().hex}")
-        final.rename(old)
+    """Rename into place.
+
+    A step_N that is there already (written again after a restart) stays when it is the same, and is set aside until the
+    new one is in place when it is not: at every moment `storage.checkpoints` finds one of the two.
+    """
+    if not final.exists():
         temporary.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+    elif not is_whole(final):
+        final.rename(final.with_name(f".tmp-{final.name}-{uuid.uuid4().hex}"))
+        temporary.rename(final)
+    elif (final / STATE_FILE).read_bytes() == (temporary / STATE_FILE).read_bytes():  # it has every file's digest
+        shutil.rmtree(temporary, ignore_errors=True)
     else:
-        temporary.rename(final)
+        _replace(temporary, final)
     _sync_directory(final.parent)
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    aside = final.with_name(f"{ASIDE}{final.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    final.rename(aside)
+    try:
+        temporary.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
+    _sync_directory(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sync(directory: Path) -> None:

@@ -13,11 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lorafleet_runtime.storage import CONFIG_FILE, WEIGHTS_FILE
 from lorafleet_runtime.trainer.lora import SlotAdapter
 from lorafleet_runtime.types import Manifest, TensorEntry
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 def flat_export(adapter: SlotAdapter, base_model: str) -> tuple[Manifest, bytes]:

@@ -1,7 +1,7 @@
 """LoRA adapters of the live slots, and the linear operation that applies them to packed rows.
 
 A `SlotAdapter` keeps one run's A and B matrices in a flat buffer at true rank: masters, gradient sum, and, below
-float32, a compute copy. Layout, layer by layer and site by site: [A of each target | B of each target], so the A
+float32, a compute copy. The layout is layout.py's: [A of each target | B of each target] at each site, so the A
 matrices of one site lie side by side and one GEMM serves q, k and v (or gate and up) although each has its own A.
 
 `lora_linear` is called by linear.py inside the model. It loops over row segments and never masks: a NaN in one slot
@@ -9,53 +9,14 @@ stays in that slot's rows. Slots without rows cost nothing.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lorafleet_runtime.trainer.layout import PARENT, SITES, FlatTensor, flat_layout
 from lorafleet_runtime.trainer.shape import ModelShape
-
-SITES: dict[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
-"""The model's four linear operations per layer, and the projections that each computes at once."""
-
-PROJECTIONS = tuple(projection for projections in SITES.values() for projection in projections)
-"""All seven, in the order of the flat buffer."""
-
-PARENT = {
-    "q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
-    "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",
-}  # fmt: skip
-"""HF module that holds a projection."""
-
-
-class FlatTensor(NamedTuple):
-    """One A or B matrix inside the flat buffer."""
-
-    module: str
-    """HF module path, as model.layers.0.self_attn.q_proj."""
-    kind: str
-    """lora_A [rank, in] or lora_B [out, rank]."""
-    offset: int
-    """In elements."""
-    shape: tuple[int, int]
-
-    @property
-    def key(self) -> str:
-        """PEFT's name of the tensor."""
-        return f"base_model.model.{self.module}.{self.kind}.weight"
-
-    def view(self, flat: Tensor) -> Tensor:
-        """This matrix as a view of `flat`."""
-        rows, columns = self.shape
-        return flat[self.offset : self.offset + rows * columns].view(rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +39,6 @@ class SiteWeights:
     parts: tuple[SitePart, ...]
     rank: int
     scale: float
-
-
-def flat_layout(shape: ModelShape, rank: int, targets: Sequence[str]) -> tuple[FlatTensor, ...]:
-    """Every A and B of an adapter, in buffer order."""
-    layout: list[FlatTensor] = []
-    offset = 0
-    for layer in range(shape.num_layers):
-        for projections in SITES.values():
-            chosen = [p for p in projections if p in targets]
-            for kind in ("lora_A", "lora_B"):
-                for projection in chosen:
-                    inputs, outputs = shape.projection_size(projection)
-                    size = (rank, inputs) if kind == "lora_A" else (outputs, rank)
-                    module = f"model.layers.{layer}.{PARENT[projection]}.{projection}"
-                    layout.append(FlatTensor(module, kind, offset, size))
-                    offset += size[0] * size[1]
-    return tuple(layout)
 
 
 @dataclass(slots=True)

@@ -18,16 +18,19 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.errors import ConfigError, RunError, RuntimeFault
+from lorafleet_runtime.storage import inside
 from lorafleet_runtime.trainer import checkpoint as checkpoints
 from lorafleet_runtime.trainer.admit import check_group, check_load
 from lorafleet_runtime.trainer.batch import MicroBatch, Work, make_micro_batch, pack, split_group
 from lorafleet_runtime.trainer.export import flat_export, write_adapter
-from lorafleet_runtime.trainer.initial import init_kaiming, load_peft, read_peft_config
-from lorafleet_runtime.trainer.lora import PROJECTIONS, Segment, SlotAdapter
+from lorafleet_runtime.trainer.initial import init_kaiming, load_peft
+from lorafleet_runtime.trainer.layout import PROJECTIONS
+from lorafleet_runtime.trainer.lora import Segment, SlotAdapter
 from lorafleet_runtime.trainer.losses.head import HeadResult, head_logprobs, head_loss
 from lorafleet_runtime.trainer.losses.policy import LossParams, PolicyTokens, policy_loss
 from lorafleet_runtime.trainer.model import BaseModel
 from lorafleet_runtime.trainer.optimizer import SlotOptimizer
+from lorafleet_runtime.trainer.warm_start import init_directory, read_peft_config
 from lorafleet_runtime.trainer.weights import base_digest
 from lorafleet_runtime.types import (
     Artifact,
@@ -125,21 +128,22 @@ class TrainerRank:
         identity = checkpoints.Identity(
             request.uid, self._digest, request.data_digest, spec.rank, spec.lora_alpha, targets
         )
-        state = None
+        state, source, rslora = None, None, False
         if request.checkpoint is not None:
-            state = checkpoints.read_checkpoint(self._storage / request.checkpoint, identity)
+            state = checkpoints.read_checkpoint(self._inside(request.checkpoint), identity)
             rslora = state.use_rslora
-        else:
-            rslora = spec.init_from is not None and read_peft_config(
-                str(self._storage / spec.init_from), spec.rank, spec.lora_alpha
-            )
+        elif spec.init_from is not None:
+            source = init_directory(spec.init_from, self._storage)
+            rslora = read_peft_config(source, spec.rank, spec.lora_alpha)
         model = self._model
         adapter = SlotAdapter(model.shape, spec.rank, spec.lora_alpha, targets, model.dtype, model.device, rslora)
-        optimizer = SlotOptimizer(adapter.master, spec.optimizer, request.target_step)
+        # A resumed run keeps its first horizon: the steps that it made followed that one, and so would a live run.
+        horizon = request.target_step if state is None else state.target_step
+        optimizer = SlotOptimizer(adapter.master, spec.optimizer, horizon)
         if state is not None:
             self._restore(request, state, adapter, optimizer)
-        elif spec.init_from is not None:
-            load_peft(adapter, str(self._storage / spec.init_from))
+        elif source is not None:
+            load_peft(adapter, source)
         else:
             init_kaiming(adapter, spec.init_seed)
         self.drop(request.uid)
@@ -231,6 +235,7 @@ class TrainerRank:
             slot.optimizer.step_count, slot.optimizer.target_step, cursor, slot.adapter.rslora,
             slot.adapter.master, exp_avg, exp_avg_sq,
         )  # fmt: skip
+        self._inside(directory)
         path = self._storage / directory
         artifact = checkpoints.write_checkpoint(
             path, slot.identity, state, lambda into: write_adapter(slot.adapter, self._base_name, into)
@@ -245,6 +250,12 @@ class TrainerRank:
             RunError: the run is not loaded.
         """
         return self._slot(uid).adapter
+
+    def _inside(self, path: str) -> Path:
+        try:
+            return inside(self._storage, path)
+        except ValueError as error:
+            raise RunError(reasons.STORAGE_ERROR, f"checkpoint: {path!r} {error}") from error
 
     def _restore(
         self, request: LoadRequest, state: checkpoints.TrainState, adapter: SlotAdapter, optimizer: SlotOptimizer

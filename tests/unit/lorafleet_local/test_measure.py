@@ -17,10 +17,13 @@ PROOF = {
 
 def observed() -> Results:
     return Results(
-        applied=100.0,
         runs={
-            "a": Observation({"Registered": 101.0, "Complete": 160.0, "Deregistered": 161.0}, last_step=159.5),
-            "b": Observation({"Registered": 102.0, "Complete": 202.0, "Deregistered": 204.0}, last_step=200.5),
+            "a": Observation(
+                {"Registered": 101.0, "Complete": 160.0, "Deregistered": 161.0}, applied=100.0, last_step=159.5
+            ),
+            "b": Observation(
+                {"Registered": 102.0, "Complete": 202.0, "Deregistered": 204.0}, applied=100.0, last_step=200.5
+            ),
         },
         peaks={"etcd": 5},
         counters={"lorafleet_rollout_tokens_total": 1010.0, "lorafleet_train_busy_seconds_total": 50.5},
@@ -59,6 +62,16 @@ def test_rates_use_the_span_from_first_registered_to_last_complete(document: dic
     assert row(document, "demo.trainer_busy_fraction")["value"] == pytest.approx(0.5)
 
 
+def test_the_baseline_stands_beside_it(tmp_path: Path) -> None:
+    tasks = {"json": {"seconds": 60.0}}
+    summary = {"total_seconds": 200.0, "load_seconds": 2.0, "tokens_per_second": 70.0, "tasks": tasks}
+    results = observed()
+    results.baseline = summary
+    measure.write(tmp_path / "demo.json", results, PROOF, {}, 240.0)
+    values = {row["name"]: row["value"] for row in json.loads((tmp_path / "demo.json").read_text())["results"]}
+    assert (values["baseline.total_seconds"], values["baseline.json_seconds"]) == (200.0, 60.0)
+
+
 def test_wall_phases_memory_and_rewards_are_there(document: dict[str, Any]) -> None:
     values = {result["name"]: result["value"] for result in document["results"]}
     assert values["demo.wall_seconds"] == 240.0
@@ -71,10 +84,10 @@ def test_a_condition_is_noted_when_first_seen_true() -> None:
     results = Results()
     condition = {"type": "Registered", "status": "False", "reason": "x"}
     item = {"metadata": {"name": "a"}, "status": {"conditions": [condition]}}
-    results.observe(item)
+    assert results.observe(item) == []
     assert results.runs["a"].seen == {}
     condition["status"] = "True"
-    results.observe(item)
+    assert results.observe(item) == ["Registered"]
     first = results.runs["a"].seen["Registered"]
-    results.observe(item)
+    assert results.observe(item) == []
     assert results.runs["a"].seen == {"Registered": first}

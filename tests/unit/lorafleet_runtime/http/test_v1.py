@@ -13,6 +13,7 @@ from lorafleet_runtime.http.app import create_app
 from lorafleet_runtime.loop.fleet_view import FleetView
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.registry.registry import Registry
+from lorafleet_runtime.types import EngineStatus
 from support.runs import DATASET, pool_spec, run_spec
 
 
@@ -113,8 +114,13 @@ async def test_delete_says_202_until_it_is_gone(client: httpx.AsyncClient, view:
     view.registry.checked("u1", DATASET)
     view.registry.assign()
     assert (await client.delete("/v1/adapters/u1")).status_code == 202
-    view.registry.saved("u1", None)
-    view.registry.cleaned("u1", 1.0)
+    view.registry.saved("u1", None, 1.0)
+    view.registry.cleaned("u1")
+    assert (await client.delete("/v1/adapters/u1")).status_code == 202  # nobody has told yet what is held
+    view.registry.observe_trainer({})
+    view.registry.observe_engine(EngineStatus("engine-0", True, ("u1@4.1.v1",), 1.0))
+    assert (await client.delete("/v1/adapters/u1")).status_code == 202  # an engine still holds it
+    view.registry.observe_engine(EngineStatus("engine-0", True, (), 2.0))
     assert (await client.delete("/v1/adapters/u1")).status_code == 200
     assert (await client.get("/v1/adapters/u1")).status_code == 404
 

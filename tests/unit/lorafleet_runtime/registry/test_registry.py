@@ -9,7 +9,7 @@ from lorafleet_runtime.registry.admission import SpecProblem
 from lorafleet_runtime.registry.registry import Registry, StaleOperator
 from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL
 from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, RunFault, StepResult
-from support.runs import DATASET, pool_spec, put
+from support.runs import DATASET, pool_spec, put, run_spec
 
 ARTIFACT = Artifact("/storage/x/step_3", 3, "abc")
 
@@ -80,8 +80,8 @@ def test_waiting_runs_have_a_position_and_take_the_next_free_slot_by_age(registr
     assert "position 1" in c.message
     registry.loaded(Loaded("a", 0, Cursor()))
     registry.fail(RunFault("a", reasons.DATA_ERROR, "x"))
-    registry.saved("a", None)
-    assert registry.cleaned("a", now=1.0)
+    registry.saved("a", None, now=9.0)
+    assert registry.cleaned("a")
     assert [r.uid for r in registry.assign()] == ["c"]
     assert registry.runs["c"].slot == 0
 
@@ -118,13 +118,13 @@ def test_complete_shows_only_after_the_final_checkpoint_and_deregisters_after_bo
     assert [one_step(registry, "a") for _ in range(3)] == [False, False, True]
     run = registry.runs["a"]
     assert (run.state, run.visible_outcome) == ("RETIRING", None)
-    registry.saved("a", ARTIFACT)
+    registry.saved("a", ARTIFACT, now=9.0)
     assert (run.state, run.visible_outcome, run.artifact) == ("CLEANUP", "Complete", ARTIFACT)
     registry.observe_trainer({})
-    assert not registry.cleaned("a", now=9.0)  # the engine still lists it
+    assert not registry.cleaned("a")  # the engine still lists it
     assert registry.view("a").presence.engines == ["engine-0"]
     registry.observe_engine(EngineStatus("engine-0", True, (), 2.0))
-    assert registry.cleaned("a", now=9.0)
+    assert registry.cleaned("a")
     assert (run.state, run.slot, run.completion_time) == ("COMPLETED", None, 9.0)
 
 
@@ -179,22 +179,24 @@ def test_suspend_keeps_the_checkpoint_and_resume_queues_again(registry: Registry
     assert run.state == "RETIRING"
     assert run.ending is not None
     assert run.ending.save
-    registry.saved("a", Artifact("/p", 1, "d"))
+    registry.saved("a", Artifact("/p", 1, "d"), now=9.0)
     registry.observe_trainer({})
-    assert registry.cleaned("a", now=1.0)
+    assert registry.cleaned("a")
     assert (run.state, run.slot) == ("SUSPENDED", None)
     put(registry, "a", generation=3, suspend=False)
     assert run.state == "QUEUED"
+    assert registry.assign() == []  # data and reward are checked again first
+    registry.checked("a", DATASET)
     assert [r.uid for r in registry.assign()] == ["a"]
-    assert run.incarnation == "7.2"
+    assert (run.incarnation, run.completion_time) == ("7.2", None)
 
 
 def test_resume_while_still_suspending_comes_back_after_cleanup(registry: Registry) -> None:
     activate(registry, "a")
     put(registry, "a", generation=2, suspend=True)
     put(registry, "a", generation=3, suspend=False)
-    registry.saved("a", None)
-    assert registry.cleaned("a", now=1.0)
+    registry.saved("a", None, now=9.0)
+    assert registry.cleaned("a")
     assert registry.runs["a"].state == "QUEUED"
 
 
@@ -202,8 +204,8 @@ def test_delete_of_a_live_run_is_gone_only_after_cleanup(registry: Registry) -> 
     activate(registry, "a")
     assert not registry.delete("a")
     assert not registry.delete("a")
-    registry.saved("a", None)
-    assert registry.cleaned("a", now=1.0)
+    registry.saved("a", None, now=9.0)
+    assert registry.cleaned("a")
     assert registry.delete("a")
     assert "a" not in registry.runs
 
@@ -217,8 +219,8 @@ def test_delete_while_suspending_is_not_resumed(registry: Registry) -> None:
     activate(registry, "a")
     put(registry, "a", generation=2, suspend=True)
     assert not registry.delete("a")
-    registry.saved("a", None)
-    assert registry.cleaned("a", now=1.0)
+    registry.saved("a", None, now=9.0)
+    assert registry.cleaned("a")
     assert "a" not in registry.runs
 
 
@@ -226,7 +228,7 @@ def test_a_fault_replaces_a_complete_that_never_became_durable(registry: Registr
     activate(registry, "a", step=2)
     one_step(registry, "a")
     registry.fail(RunFault("a", reasons.STORAGE_ERROR, "disk full"))
-    registry.saved("a", None)
+    registry.saved("a", None, now=9.0)
     assert registry.runs["a"].visible_outcome == "Failed"
 
 
@@ -337,8 +339,67 @@ def _progress(registry: Registry, name: str, uid: str) -> None:
     elif name == "step" and run.state == "ACTIVE" and run.accumulated_groups == run.groups_per_step:
         registry.stepped(StepResult(uid, run.step + 1, 1e-3, 1.0), 2.0)
     elif name == "save" and run.state == "RETIRING":
-        registry.saved(uid, None)
+        registry.saved(uid, None, now=9.0)
     elif name == "clean" and run.state == "CLEANUP":
-        registry.cleaned(uid, 3.0)
+        registry.cleaned(uid)
     elif name == "fail":
         registry.fail(RunFault(uid, reasons.NON_FINITE, "x"))
+
+
+def test_a_run_that_trained_before_a_restart_goes_before_younger_ones_and_before_its_check_is_done() -> None:
+    registry = Registry(pool_spec(slots=1), boot_epoch=2)
+    registry.sync(["old", "young"])
+    registry.put("old", run_spec(), namespace="team", name="old", generation=1, created=5.0, start_time=6.0)
+    put(registry, "young", created=1.0)
+    registry.checked("young", DATASET)
+    assert registry.assign() == []  # the slot is kept
+    registry.checked("old", DATASET)
+    assert [r.uid for r in registry.assign()] == ["old"]
+
+
+def test_a_restart_does_not_start_the_registration_deadline_anew() -> None:
+    registry = Registry(pool_spec(), boot_epoch=2)
+    registry.put("a", run_spec(), namespace="team", name="a", generation=1, created=5.0, start_time=6.0)
+    assert registry.runs["a"].start_time == 6.0
+
+
+def test_an_edit_beyond_the_pools_limits_is_refused_and_changes_nothing(registry: Registry) -> None:
+    activate(registry, "a")
+    with pytest.raises(SpecProblem) as caught:
+        put(registry, "a", generation=2, recordSteps=True)
+    assert caught.value.field == "recordSteps"
+    assert registry.runs["a"].generation == 1
+
+
+def test_numstep_may_grow_while_suspended(registry: Registry) -> None:
+    activate(registry, "a")
+    put(registry, "a", generation=2, suspend=True)
+    registry.saved("a", None, now=9.0)
+    registry.cleaned("a")
+    put(registry, "a", generation=3, numStep=60)
+    registry.checked("a", DATASET)
+    assert registry.runs["a"].target_step == 60
+
+
+def test_numepoch_may_grow(registry: Registry) -> None:
+    put(registry, "a", numStep=None, numEpoch=1)
+    registry.checked("a", DATASET)
+    put(registry, "a", generation=2, numStep=None, numEpoch=3)
+    assert registry.runs["a"].target_step == 15
+
+
+def test_no_end_shows_before_its_last_checkpoint(registry: Registry) -> None:
+    activate(registry, "a")
+    put(registry, "a", generation=2, cancel=True)
+    assert registry.runs["a"].visible_outcome is None
+    registry.saved("a", ARTIFACT, now=9.0)
+    assert (registry.runs["a"].visible_outcome, registry.runs["a"].artifact) == ("Cancelled", ARTIFACT)
+
+
+def test_nothing_is_listed_until_trainer_and_engines_have_told() -> None:
+    registry = Registry(pool_spec(), boot_epoch=1)
+    assert not registry.listing().listed
+    registry.observe_trainer({})
+    assert not registry.listing().listed
+    registry.observe_engine(EngineStatus("engine-0", True, (), 1.0))
+    assert registry.listing().listed
