@@ -29,7 +29,7 @@ def pool_spec(model: Path, storage: Path) -> Document:
         "baseModel": {"path": str(model), "dtype": "float32"},
         "slots": 4,
         "maxRank": 8,
-        "trainer": {"deterministic": True, "numThreads": 2, "microBatchTokens": 2048},
+        "trainer": {"numThreads": 2, "microBatchTokens": 1024},
         "engines": {
             "maxModelLen": 128,
             "maxNumSeqs": 128,

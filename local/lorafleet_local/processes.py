@@ -147,6 +147,15 @@ def log_tail(log: str, lines: int = 20) -> str:
     return f"{kept}\n  (log: {log})"
 
 
+def last_error(log: str) -> str:
+    """The newest ERROR line of a log, or an empty string."""
+    try:
+        lines = Path(log).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if " ERROR " in line), "")
+
+
 def members(stack_id: str, roots: Iterable[Process]) -> list[psutil.Process]:
     """Every live process of the stack: what was started, its descendants, and what carries the stack's id.
 

@@ -31,7 +31,7 @@ from lorafleet_local.controlplane import ControlPlane, start_control_plane
 from lorafleet_local.kubectl import Kubectl, KubectlError, find_kubectl
 from lorafleet_local.model import ModelError, ensure_model
 from lorafleet_local.paths import repo_root
-from lorafleet_local.processes import Process, StartError, find, log_tail, start, stop, sweep, wait_until
+from lorafleet_local.processes import Process, StartError, find, last_error, log_tail, start, stop, sweep, wait_until
 from lorafleet_local.report import Reporter
 from lorafleet_local.state import State, exclusive
 from lorafleet_local.supervise import GRACE_SECONDS
@@ -227,7 +227,9 @@ def _wait_pool_ready(stack: Stack, processes: tuple[Process, ...], reporter: Rep
             found = condition(api.get("adapterpools", pool.POOL_NAME, pool.NAMESPACE), "Ready")
         except httpx.HTTPError as error:
             found = {"status": "Unknown", "reason": type(error).__name__, "message": str(error)}
-        reporter.waiting(f"AdapterPool Ready: {found['status']} ({found['reason']}) {found.get('message', '')}")
+        error = last_error(processes[0].log)
+        hint = f"; the runtime's log: {error}" if error else ""
+        reporter.waiting(f"AdapterPool Ready: {found['status']} ({found['reason']}) {found.get('message', '')}{hint}")
         return bool(found["status"] == "True")
 
     try:

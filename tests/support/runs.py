@@ -4,7 +4,7 @@ from typing import Any
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_runtime.registry.registry import Registry
-from lorafleet_runtime.types import DatasetInfo, PromptGroup, Sample, VersionId
+from lorafleet_runtime.types import Cursor, DatasetInfo, Loaded, PromptGroup, Sample, VersionId
 
 
 def pool_spec(**changes: Any) -> AdapterPoolSpec:
@@ -50,3 +50,12 @@ def group(uid: str, index: int, *, incarnation: str = "1.1", n: int = 1) -> Prom
     rewards, mean = (0.0, 1.0), 0.5
     samples = tuple(Sample((5,), (-0.5,), r, r - mean, False) for r in rewards)
     return PromptGroup(uid, VersionId(uid, incarnation, n), index, (1, 2, 3), samples, tuple("x" for _ in rewards))
+
+
+def activate(registry: Registry, uid: str, step: int = 0) -> None:
+    """Bring a new run to ACTIVE."""
+    put(registry, uid)
+    registry.checked(uid, DATASET)
+    registry.assign()
+    registry.loaded(Loaded(uid, step, Cursor()))
+    registry.published(uid, 1, now=100.0)

@@ -78,7 +78,8 @@ def _keep_serving(
 
 def _start_ray(config: RuntimeConfig) -> "tuple[subprocess.Popen[bytes], str]":
     """Start `ray start --head --block` on free ports of 127.0.0.1 (or of the pod's address) and wait for it."""
-    host = "127.0.0.1" if config.local_resources else socket.gethostbyname(socket.gethostname())
+    # Ray turns 127.0.0.1 into the address of the host; any other loopback address stays on the loopback.
+    host = "127.0.0.2" if config.local_resources else socket.gethostbyname(socket.gethostname())
     port = _free_port() if config.local_resources else 6379
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--disable-usage-stats",

@@ -38,7 +38,15 @@ class TrainerActor:
     """
 
     def __init__(self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str) -> None:
-        """Load the base model."""
+        self._arguments = (pool_spec, model_path, storage_root)
+
+    def start(self) -> dict[int, str]:
+        """Load the base model; apart from the constructor, whose errors Ray turns into a dead actor.
+
+        Raises:
+            ConfigError: the base model or the trainer's settings are unusable.
+        """
+        pool_spec, model_path, storage_root = self._arguments
         # Ray sets OMP_NUM_THREADS=1 in its workers, so the count is always explicit; waiting threads must not spin on
         # cores that an engine shares.
         threads = pool_spec.trainer.num_threads or len(os.sched_getaffinity(0))

@@ -127,6 +127,17 @@ def test_adapter_that_is_not_the_runs_shape_is_refused_by_field(
     assert rank.slots() == {}
 
 
+def test_adapter_out_of_the_storage_is_refused(qwen3: Path, tmp_path: Path) -> None:
+    write_peft(qwen3, tmp_path / "source")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/link").symlink_to(tmp_path / "source")
+    rank = make_rank(qwen3, tmp_path / "root")
+    for init_from in (str(tmp_path / "source"), "../source", "link"):
+        with pytest.raises(RunError, match="outside the pool's storage") as raised:
+            rank.load(make_request("a", initFrom=init_from, **START))
+        assert raised.value.reason == reasons.INIT_ERROR
+
+
 @pytest.mark.parametrize("damage", ["truncated", "nan"])
 def test_damaged_adapter_is_refused(qwen3: Path, tmp_path: Path, damage: str) -> None:
     write_peft(qwen3, tmp_path / "source")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.trainer.checkpoint import find_latest, prune
+from lorafleet_runtime.storage import checkpoints, latest_checkpoint
+from lorafleet_runtime.trainer.checkpoint import prune
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor
 from support.trainer import load, make_groups, make_rank, make_request, train_step
@@ -97,23 +98,27 @@ def test_damaged_file_is_found(qwen3: Path, tmp_path: Path, name: str) -> None:
     assert raised.value.reason == reasons.STORAGE_ERROR
 
 
-def test_find_latest_skips_what_is_not_whole(qwen3: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "adapter_model.safetensors", "adapter_config.json"])
+def test_latest_checkpoint_skips_what_is_not_whole(qwen3: Path, tmp_path: Path, name: str) -> None:
     rank, path = saved(qwen3, tmp_path)
     train_step(rank, "a", make_groups("a"))
     newest = Path(rank.checkpoint("a", "runs/a", Cursor()).path)
     directory = tmp_path / "runs/a"
     (directory / ".tmp-step_9-x").mkdir()
     (directory / "step_8").mkdir()
-    assert find_latest(directory) == newest
-    (newest / "optimizer.safetensors").unlink()
-    assert find_latest(directory) == Path(path)
-    assert find_latest(tmp_path / "nowhere") is None
+    assert latest_checkpoint(directory) == newest
+    assert checkpoints(directory) == [(2, Path(path)), (3, newest)]
+    (newest / name).unlink()
+    assert latest_checkpoint(directory) == Path(path)
+    assert checkpoints(directory) == [(2, Path(path))]
+    assert latest_checkpoint(tmp_path / "nowhere") is None
 
 
 def test_only_the_newest_are_kept(qwen3: Path, tmp_path: Path) -> None:
     rank = make_rank(qwen3, tmp_path)
     load(rank, "a", checkpoint={"keep": 2})
-    (tmp_path / "runs/a/.tmp-step_1-crashed").mkdir(parents=True)
+    for left in (".tmp-step_1-crashed", "step_1", ".old-step_0"):  # from interrupted writes, none of them whole
+        (tmp_path / "runs/a" / left).mkdir(parents=True)
     for _ in range(4):
         train_step(rank, "a", make_groups("a"))
         rank.checkpoint("a", "runs/a", Cursor())
@@ -128,6 +133,89 @@ def test_checkpoint_of_the_same_step_replaces_the_old_one(qwen3: Path, tmp_path:
     assert again.path == path
     assert [p.name for p in (tmp_path / "runs/a").iterdir()] == ["step_2"]
     assert make_rank(qwen3, tmp_path).load(make_request("a", resume=path, **SPEC)).cursor == Cursor(6)
+
+
+def test_checkpoint_of_the_same_step_and_content_stays(qwen3: Path, tmp_path: Path) -> None:
+    rank, path = saved(qwen3, tmp_path)
+    before = (Path(path).stat().st_ino, latest_checkpoint(tmp_path / "runs/a"))
+    restored = make_rank(qwen3, tmp_path)
+    restored.load(make_request("a", resume=path, **SPEC))
+    assert restored.checkpoint("a", "runs/a", Cursor(5, (7, 9))) == rank.checkpoint("a", "runs/a", Cursor(5, (7, 9)))
+    assert (Path(path).stat().st_ino, latest_checkpoint(tmp_path / "runs/a")) == before
+    assert [p.name for p in (tmp_path / "runs/a").iterdir()] == ["step_2"]
+
+
+def fail_second_rename(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """The old checkpoint has been set aside; the new one does not come into place."""
+    rename = Path.rename
+
+    def once(self: Path, target: Path) -> Path:
+        if target.name == "step_2" and self.name.startswith(".tmp-"):
+            monkeypatch.setattr(Path, "rename", rename)
+            raise error
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", once)
+
+
+def test_kill_between_the_renames_leaves_a_checkpoint_to_resume_from(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, _ = saved(qwen3, tmp_path)
+    directory = tmp_path / "runs/a"
+    fail_second_rename(monkeypatch, KeyboardInterrupt())  # as a kill: nothing is caught or cleaned up
+    with pytest.raises(KeyboardInterrupt):
+        rank.checkpoint("a", "runs/a", Cursor(6))
+    kept = latest_checkpoint(directory)
+    assert kept is not None and not (directory / "step_2").exists()
+    prune(directory, 1)
+    restored = make_rank(qwen3, tmp_path)
+    assert restored.load(make_request("a", resume=str(kept), **SPEC)).cursor == Cursor(5, (7, 9))
+    assert all(torch.equal(x, y) for x, y in zip(state(restored, "a"), state(rank, "a"), strict=True))
+
+    restored.checkpoint("a", "runs/a", Cursor(6))
+    assert [p.name for p in directory.iterdir()] == ["step_2"]
+
+
+def test_rename_that_fails_puts_the_old_checkpoint_back(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, path = saved(qwen3, tmp_path)
+    fail_second_rename(monkeypatch, OSError(5, "Input/output error"))
+    with pytest.raises(RunError, match="Input/output error"):
+        rank.checkpoint("a", "runs/a", Cursor(6))
+    assert [p.name for p in (tmp_path / "runs/a").iterdir()] == ["step_2"]
+    assert make_rank(qwen3, tmp_path).load(make_request("a", resume=path, **SPEC)).cursor == Cursor(5, (7, 9))
+
+
+@pytest.mark.parametrize("end", ["linear", "cosine"])
+def test_horizon_of_the_schedule_is_that_of_the_first_load(qwen3: Path, tmp_path: Path, end: str) -> None:
+    spec: dict[str, Any] = {"optimizer": {"lr": 1e-2, "minLr": 1e-3, "schedule": end}}
+    live = make_rank(qwen3, tmp_path)
+    live.load(replace(make_request("a", **spec), target_step=3))
+    results = [train_step(live, "a", make_groups("a", seed=step)) for step in range(2)]
+    path = live.checkpoint("a", "runs/a", Cursor()).path
+    results += [train_step(live, "a", make_groups("a", seed=step)) for step in (2, 3, 4)]
+
+    resumed = make_rank(qwen3, tmp_path)
+    resumed.load(replace(make_request("a", resume=path, **spec), target_step=5))  # numStep has grown
+    assert [train_step(resumed, "a", make_groups("a", seed=step)) for step in (2, 3, 4)] == results[2:]
+    assert [r.lr for r in results[2:]] == pytest.approx([1e-3] * 3)
+
+
+def test_paths_out_of_the_storage_are_refused(qwen3: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    _, path = saved(qwen3, tmp_path)
+    fresh = make_rank(qwen3, root)
+    for resume in (path, "../runs/a/step_2"):
+        with pytest.raises(RunError, match="outside the pool's storage"):
+            fresh.load(make_request("a", resume=resume, **SPEC))
+    fresh.load(make_request("a", **SPEC))
+    for directory in (str(tmp_path / "runs/b"), "../runs/b"):
+        with pytest.raises(RunError, match="outside the pool's storage"):
+            fresh.checkpoint("a", directory, Cursor())
+    assert not (tmp_path / "runs/b").exists()
 
 
 def test_storage_that_refuses_is_a_fault_of_the_run(qwen3: Path, tmp_path: Path) -> None:
@@ -153,4 +241,4 @@ def test_disk_that_fills_up_leaves_the_old_checkpoint_and_no_debris(
     with pytest.raises(RunError, match="No space left"):
         rank.checkpoint("a", "runs/a", Cursor())
     assert [p.name for p in (tmp_path / "runs/a").iterdir()] == ["step_2"]
-    assert find_latest(tmp_path / "runs/a") == Path(path)
+    assert latest_checkpoint(tmp_path / "runs/a") == Path(path)

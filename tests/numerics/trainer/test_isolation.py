@@ -127,6 +127,8 @@ def test_group_of_a_run_that_is_not_loaded_fails_that_run_only(qwen3: Path, tmp_
     [
         ({"rank": 17}, reasons.RANK_TOO_LARGE, "maxRank"),
         ({"sampling": {"temperature": 0}}, reasons.INVALID_SPEC, "temperature"),
+        ({"sampling": {"temperature": 0.009}}, reasons.INVALID_SPEC, "temperature"),
+        ({"sampling": {"topP": 0.9}}, reasons.INVALID_SPEC, "topP"),
         ({"rank": "four"}, reasons.INVALID_SPEC, "rank"),
         ({"initFrom": "nowhere"}, reasons.INIT_ERROR, "initFrom"),
     ],

@@ -1,6 +1,8 @@
 """The prompt stream: rendering, token ids, skipping, order, and faults of single rows."""
 
+import hashlib
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,31 @@ def test_max_prompt_tokens_is_a_lower_limit(tmp_path: Path, tokenizer: PreTraine
     assert opened(tmp_path, tokenizer, maxPromptTokens=2).info.skipped == 1
     write(tmp_path, {"text": "xx"}, {"text": "x" * 497})
     assert opened(tmp_path, tokenizer, maxPromptTokens=4096).info.skipped == 1
+
+
+def test_digest_changes_with_the_usable_rows_and_their_ids(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def digest(**fields: Any) -> str:
+        return opened(tmp_path, tokenizer, **fields).info.digest
+
+    write(tmp_path, {"text": "xx"}, {"text": "xxx"}, {"text": "x"})
+    first = digest()
+    assert digest(sampling={"maxTokens": 99}) == digest(shuffleSeed=1) == first  # the rows are the same
+    assert digest(maxPromptTokens=2) != first  # row 2 is gone, and every later position shifts
+    assert digest(sampling={"maxTokens": 510}) == digest(maxPromptTokens=2)
+    assert digest(applyChatTemplate=True) != first
+    tokenizer.chat_template += " "
+    assert digest() == first
+    write(tmp_path, {"text": "xx", "label": 1}, {"text": "xxx"}, {"text": "x"})
+    assert digest() != first
+
+
+def test_digest_is_pinned(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Checkpoints hold it: the file's digest, then number, length and ids of each usable row."""
+    write(tmp_path, {"text": "a"}, {"text": "x" * 600}, {"text": "bc"})
+    ids = tokenizer.convert_tokens_to_ids(list("abc"))
+    file_digest = hashlib.sha256((tmp_path / "d.jsonl").read_bytes()).hexdigest()
+    expected = file_digest.encode() + struct.pack("<qqi", 0, 1, ids[0]) + struct.pack("<qqii", 2, 2, *ids[1:])
+    assert opened(tmp_path, tokenizer).info.digest == hashlib.sha256(expected).hexdigest()
 
 
 def test_no_usable_row_is_a_data_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

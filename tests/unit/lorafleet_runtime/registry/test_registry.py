@@ -1,15 +1,12 @@
 """The registry's state machine, one behaviour a test."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.registry.admission import SpecProblem
 from lorafleet_runtime.registry.registry import Registry, StaleOperator
-from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL
 from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, RunFault, StepResult
-from support.runs import DATASET, pool_spec, put, run_spec
+from support.runs import DATASET, activate, pool_spec, put
 
 ARTIFACT = Artifact("/storage/x/step_3", 3, "abc")
 
@@ -20,14 +17,6 @@ def registry() -> Registry:
     registry.observe_trainer({})
     registry.sync([])
     return registry
-
-
-def activate(registry: Registry, uid: str, step: int = 0) -> None:
-    put(registry, uid)
-    registry.checked(uid, DATASET)
-    registry.assign()
-    registry.loaded(Loaded(uid, step, Cursor()))
-    registry.published(uid, 1, now=100.0)
 
 
 def one_step(registry: Registry, uid: str, now: float = 110.0) -> bool:
@@ -281,125 +270,3 @@ def test_an_old_generation_changes_nothing(registry: Registry) -> None:
     put(registry, "a", generation=2, numStep=10)
     put(registry, "a", generation=1, numStep=4)
     assert registry.runs["a"].target_step == 10
-
-
-EVENTS = [
-    "put", "check", "assign", "load", "publish", "commit", "step", "save", "clean",
-    "delete", "suspend", "resume", "cancel", "fail", "crash",
-]  # fmt: skip
-OPERATIONS = st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(["a", "b", "c", "d"])), max_size=60)
-
-
-@settings(max_examples=300, deadline=None)
-@given(OPERATIONS)
-def test_no_order_of_events_shares_a_slot_or_loses_one(operations: list[tuple[str, str]]) -> None:
-    registry = Registry(pool_spec(), boot_epoch=1)
-    registry.observe_trainer({})
-    registry.sync([])
-    for generation, (name, uid) in enumerate(operations, start=2):
-        apply(registry, name, uid, generation)
-        held = [r.slot for r in registry.runs.values() if r.state in HOLDS_SLOT]
-        assert len(held) == len(set(held))
-        assert None not in held
-        assert all(r.slot is None for r in registry.runs.values() if r.state in TERMINAL or r.state == "QUEUED")
-        assert all(0 <= r.accumulated_groups <= r.groups_per_step for r in registry.runs.values())
-    for run in registry.runs.values():
-        if run.state == "ACTIVE":
-            assert run.weight_version > 0
-
-
-def apply(registry: Registry, name: str, uid: str, generation: int) -> None:
-    run = registry.runs.get(uid)
-    match name:
-        case "put" | "resume":
-            put(registry, uid, generation=generation)
-        case "suspend" | "cancel":
-            put(registry, uid, generation=generation, **{name: True})
-        case "assign":
-            registry.assign()
-        case "delete":
-            registry.delete(uid)
-        case "crash":
-            registry.trainer_lost()
-            registry.observe_trainer({})
-        case _ if run is not None:
-            _progress(registry, name, uid)
-
-
-def _progress(registry: Registry, name: str, uid: str) -> None:
-    run = registry.runs[uid]
-    if name == "check" and run.state == "QUEUED":
-        registry.checked(uid, DATASET)
-    elif name == "load" and run.state == "PENDING" and not run.loaded:
-        registry.loaded(Loaded(uid, 0, Cursor()))
-    elif name == "publish" and run.state in ("PENDING", "ACTIVE") and run.loaded:
-        registry.published(uid, run.trainer_version, 1.0)
-    elif name == "commit" and run.state == "ACTIVE" and run.accumulated_groups < run.groups_per_step:
-        registry.commit(uid, 1, [1.0], (0.0, 0))
-    elif name == "step" and run.state == "ACTIVE" and run.accumulated_groups == run.groups_per_step:
-        registry.stepped(StepResult(uid, run.step + 1, 1e-3, 1.0), 2.0)
-    elif name == "save" and run.state == "RETIRING":
-        registry.saved(uid, None, now=9.0)
-    elif name == "clean" and run.state == "CLEANUP":
-        registry.cleaned(uid)
-    elif name == "fail":
-        registry.fail(RunFault(uid, reasons.NON_FINITE, "x"))
-
-
-def test_a_run_that_trained_before_a_restart_goes_before_younger_ones_and_before_its_check_is_done() -> None:
-    registry = Registry(pool_spec(slots=1), boot_epoch=2)
-    registry.sync(["old", "young"])
-    registry.put("old", run_spec(), namespace="team", name="old", generation=1, created=5.0, start_time=6.0)
-    put(registry, "young", created=1.0)
-    registry.checked("young", DATASET)
-    assert registry.assign() == []  # the slot is kept
-    registry.checked("old", DATASET)
-    assert [r.uid for r in registry.assign()] == ["old"]
-
-
-def test_a_restart_does_not_start_the_registration_deadline_anew() -> None:
-    registry = Registry(pool_spec(), boot_epoch=2)
-    registry.put("a", run_spec(), namespace="team", name="a", generation=1, created=5.0, start_time=6.0)
-    assert registry.runs["a"].start_time == 6.0
-
-
-def test_an_edit_beyond_the_pools_limits_is_refused_and_changes_nothing(registry: Registry) -> None:
-    activate(registry, "a")
-    with pytest.raises(SpecProblem) as caught:
-        put(registry, "a", generation=2, recordSteps=True)
-    assert caught.value.field == "recordSteps"
-    assert registry.runs["a"].generation == 1
-
-
-def test_numstep_may_grow_while_suspended(registry: Registry) -> None:
-    activate(registry, "a")
-    put(registry, "a", generation=2, suspend=True)
-    registry.saved("a", None, now=9.0)
-    registry.cleaned("a")
-    put(registry, "a", generation=3, numStep=60)
-    registry.checked("a", DATASET)
-    assert registry.runs["a"].target_step == 60
-
-
-def test_numepoch_may_grow(registry: Registry) -> None:
-    put(registry, "a", numStep=None, numEpoch=1)
-    registry.checked("a", DATASET)
-    put(registry, "a", generation=2, numStep=None, numEpoch=3)
-    assert registry.runs["a"].target_step == 15
-
-
-def test_no_end_shows_before_its_last_checkpoint(registry: Registry) -> None:
-    activate(registry, "a")
-    put(registry, "a", generation=2, cancel=True)
-    assert registry.runs["a"].visible_outcome is None
-    registry.saved("a", ARTIFACT, now=9.0)
-    assert (registry.runs["a"].visible_outcome, registry.runs["a"].artifact) == ("Cancelled", ARTIFACT)
-
-
-def test_nothing_is_listed_until_trainer_and_engines_have_told() -> None:
-    registry = Registry(pool_spec(), boot_epoch=1)
-    assert not registry.listing().listed
-    registry.observe_trainer({})
-    assert not registry.listing().listed
-    registry.observe_engine(EngineStatus("engine-0", True, (), 1.0))
-    assert registry.listing().listed

@@ -7,8 +7,8 @@ import pytest
 from lorafleet_runtime.rewards.math import label_answer, math_reward, response_answer
 
 
-def score(response: str, label: Any) -> float:
-    return math_reward(prompt="", response=response, label=label, metadata={}, truncated=False)
+def score(response: str, label: Any, truncated: bool = False) -> float:
+    return math_reward(prompt="", response=response, label=label, metadata={}, truncated=truncated)
 
 
 def test_an_unfinished_or_empty_last_box_scores_nothing() -> None:
@@ -90,6 +90,23 @@ def test_right_answers(response: str, label: Any) -> None:
 )
 def test_wrong_answers(response: str, label: Any) -> None:
     assert score(response, label) == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["#### 12", "#### $12", "#### 12.", "#### 12 /", "so it is 12", "10 + 2 = 12 ", r"\boxed 12", "#### 12,"],
+)
+def test_an_answer_at_the_very_end_of_a_cut_response_may_be_half_of_one(response: str) -> None:
+    assert score(response, "12") == 1.0
+    assert score(response, "12", truncated=True) == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [r"\boxed{12}", r"\boxed{12} and", "#### 12\n", "12 jars and", r"\boxed 12 and", r"$12$", "#### 12 jars"],
+)
+def test_an_answer_that_was_finished_before_the_cut_counts(response: str) -> None:
+    assert score(response, "12", truncated=True) == 1.0
 
 
 def test_where_answers_are_taken_from() -> None:

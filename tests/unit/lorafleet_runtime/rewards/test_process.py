@@ -152,6 +152,16 @@ async def test_close_ends_a_running_call(reward: RewardProcess) -> None:
     assert reward.pid is None
 
 
+async def test_close_is_for_good(reward: RewardProcess) -> None:
+    await reward.start()
+    asking = [asyncio.create_task(failure(reward, "hang")), asyncio.create_task(failure(reward, "bool"))]
+    await asyncio.sleep(0)  # the second waits for the first
+    await reward.close()
+    assert [await task for task in asking][1] == "the reward process is closed"
+    assert await failure(reward, "bool") == "the reward process is closed"
+    assert reward.pid is None
+
+
 async def test_a_child_whose_parent_is_gone_ends_also_while_it_hangs(module: str) -> None:
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "lorafleet_runtime.rewards.child",

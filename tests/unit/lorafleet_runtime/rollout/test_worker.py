@@ -1,5 +1,6 @@
 """The rollout worker with a scripted engine: groups, failure policies, opening and closing."""
 
+import asyncio
 import json
 import os
 import textwrap
@@ -8,20 +9,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import pytest_asyncio
+from safetensors.numpy import save_file
 
-from lorafleet_api.v1alpha1.reasons import DATA_ERROR, INVALID_SPEC, REWARD_ERROR
+from lorafleet_api.v1alpha1.reasons import DATA_ERROR, INIT_ERROR, INVALID_SPEC, REWARD_ERROR
 from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.rewards.process import RewardProcess
 from lorafleet_runtime.rollout.worker import RolloutWorker
+from lorafleet_runtime.storage import CHECKPOINT_FILES
 from lorafleet_runtime.types import Completion, DroppedGroup, PromptGroup, SamplingParams, VersionId
 from support.tiny_model import EOS_ID, make_tokenizer
 
 VERSION = VersionId("uid-1", "7.2", 3)
 MODULE = """
+    import os
+
     def by_text(*, response, truncated, **call):
         if response == "raise":
             raise ValueError("no verdict")
+        if response == "wait":
+            pid, gate = os.environ["REWARD_PID"], os.environ["REWARD_GATE"]
+            with open(pid, "w") as file:
+                file.write(str(os.getpid()))
+            open(gate).close()
+            return 1.0
         return 0.0 if truncated else float(response)
 
     def seen(*, prompt, response, label, metadata, truncated):
@@ -105,7 +118,7 @@ async def test_the_engine_gets_the_runs_sampling_and_no_seed(worker: RolloutWork
     (first, version, prompt_ids, params), (second, *_) = engine.requests
     assert params == SamplingParams(4, 0.0, 1.0, 16, ("\n\n",), None)
     assert version == VERSION and prompt_ids == tuple(make_tokenizer().encode("2 +"))
-    assert first.startswith("uid-1::7.2::0::v3-") and first != second
+    assert first.startswith("uid-1::7.2::v3::0-") and first != second
 
 
 async def test_the_reward_sees_the_row_and_the_text_without_its_end(worker: RolloutWorker) -> None:
@@ -171,6 +184,117 @@ async def test_open_is_idempotent_and_a_new_spec_replaces_the_old(worker: Rollou
     assert await worker.open("uid-1", spec()) is first
     await worker.open("uid-1", spec(rewardFailurePolicy="Zero"))
     assert (await group(worker, ScriptedEngine(["raise"] * 4))).is_constant
+
+
+async def test_concurrent_opens_start_one_reward(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[RewardProcess] = []
+    start = RewardProcess.start
+
+    async def counted(self: RewardProcess) -> None:
+        started.append(self)
+        await start(self)
+
+    monkeypatch.setattr(RewardProcess, "start", counted)
+
+    async def open_and_ask() -> PromptGroup:
+        await worker.open("uid-1", spec())
+        return await group(worker, ScriptedEngine(["1", "0", "1", "0"]))
+
+    groups = await asyncio.gather(*(open_and_ask() for _ in range(4)))
+    assert len(started) == 1
+    assert [[s.reward for s in g.samples] for g in groups] == [[1.0, 0.0, 1.0, 0.0]] * 4
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Fifos of a reward that is told to wait: it writes its process id to the one and waits for an end of the other."""
+    for name in ("pid", "gate"):
+        os.mkfifo(tmp_path / name)
+    monkeypatch.setenv("REWARD_PID", str(tmp_path / "pid"))
+    monkeypatch.setenv("REWARD_GATE", str(tmp_path / "gate"))
+    return tmp_path / "pid", tmp_path / "gate"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_replaced_reward_ends_with_its_last_scorer(worker: RolloutWorker, gate: tuple[Path, Path]) -> None:
+    await worker.open("uid-1", spec())
+    old = worker._runs["uid-1"].reward.pid
+    asking = asyncio.create_task(group(worker, ScriptedEngine(["wait", "1", "0", "1"])))
+    assert old is not None and int(await asyncio.to_thread(gate[0].read_text)) == old
+    await worker.open("uid-1", spec(rewardTimeoutSeconds=9))
+    assert is_alive(old)
+    (await asyncio.to_thread(gate[1].open, "w")).close()
+    assert [s.reward for s in (await asking).samples] == [1.0, 1.0, 0.0, 1.0]
+    assert not is_alive(old)
+    assert worker._runs["uid-1"].reward.pid not in (None, old)
+
+
+async def test_a_group_of_a_run_that_closes_is_retryable_and_starts_no_reward(
+    worker: RolloutWorker, gate: tuple[Path, Path]
+) -> None:
+    await worker.open("uid-1", spec())
+    reward = worker._runs["uid-1"].reward
+    asking = [asyncio.create_task(group(worker, ScriptedEngine(["wait", "1", "0", "1"]))) for _ in range(2)]
+    await asyncio.to_thread(gate[0].read_text)
+    await worker.close("uid-1")
+    for result in await asyncio.gather(*asking, return_exceptions=True):
+        assert isinstance(result, Retryable) and "closed" in str(result)
+    assert reward.pid is None
+
+
+def write_adapter(root: Path, rank: int = 4, **config: Any) -> None:
+    """A PEFT directory `start` for a model of one layer."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    limits = {"vocab_size": 512, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}
+    (root / "model/config.json").write_text(json.dumps({"model_type": "llama", **sizes, **limits}))
+    start = root / "storage/start"
+    start.mkdir()
+    plain = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
+    (start / "adapter_config.json").write_text(json.dumps(plain | config))
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    a, b = np.ones((rank, 8), np.float32), np.ones((8, rank), np.float32)
+    save_file({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, start / "adapter_model.safetensors")
+
+
+START = {"initFrom": "start", "rank": 4, "targetModules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("rank", "config", "text"), [(16, {}, "r is 16"), (4, {"rank_pattern": {"q_proj": 16}}, "rank_pattern")]
+)
+async def test_an_adapter_that_does_not_fit_is_refused_when_the_run_is_opened(
+    worker: RolloutWorker, tmp_path: Path, rank: int, config: dict[str, Any], text: str
+) -> None:
+    write_adapter(tmp_path, rank, **config)
+    with pytest.raises(RunError, match=text) as caught:
+        await worker.open("uid-1", spec(**START))
+    assert caught.value.reason == INIT_ERROR
+
+
+async def test_a_truncated_adapter_is_refused_unless_the_run_resumes(worker: RolloutWorker, tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    await worker.open("uid-1", spec(**START))
+    await worker.close("uid-1")
+    file = tmp_path / "storage/start/adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(RunError, match="cannot be read") as caught:
+        await worker.open("uid-1", spec(**START))
+    assert caught.value.reason == INIT_ERROR
+
+    own = tmp_path / "storage/team/run/uid-1/step_3"
+    own.mkdir(parents=True)
+    names = CHECKPOINT_FILES - {"state.json"}
+    for name in names:
+        (own / name).write_text("x")
+    (own / "state.json").write_text(json.dumps({"files": {name: {"bytes": 1} for name in names}}))
+    assert (await worker.open("uid-1", spec(**START))).rows == 1
 
 
 @pytest.mark.parametrize(
