@@ -96,9 +96,9 @@ def _draw_sentence(random: Random) -> tuple[str, Any]:
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("addition", rewards.addition, _draw_addition, rank=4, steps=12, prompts_per_step=8, max_tokens=5),
+        Task("addition", rewards.addition, _draw_addition, rank=4, steps=15, prompts_per_step=8, max_tokens=5),
         Task("json", rewards.json_object, _draw_json, rank=8, steps=8, prompts_per_step=4, max_tokens=20),
-        Task("sentence", rewards.sentence, _draw_sentence, rank=8, steps=16, prompts_per_step=4, max_tokens=12),
+        Task("sentence", rewards.sentence, _draw_sentence, rank=8, steps=18, prompts_per_step=4, max_tokens=12),
     )
 }
 

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from lorafleet_runtime.engines.segmented_lora import Segments, add_lora, expand, segments, shrink
 
 
-class SegmentedPunicaWrapper(PunicaWrapperCPU):
+class SegmentedPunicaWrapper(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM has no types
     """vLLM's calls, answered per adapter instead of per token. Argument names and shapes are vLLM's."""
 
     _segments: Segments = ()

@@ -53,7 +53,7 @@ class WorkerSet:
             raise
         known = self._digests.setdefault(uid, info.digest)
         if known != info.digest:
-            text = f"data: {spec.get('data')} changed while the run was training; restore it or start a new run"
+            text = f"data: the usable rows of {spec.get('data')} changed while the run was training; restore the file"
             raise RunError(reasons.DATA_ERROR, text)
         self._open[uid] = actor
         return info

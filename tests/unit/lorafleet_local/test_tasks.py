@@ -7,7 +7,7 @@ import pytest
 
 from lorafleet_local.tasks import TASKS, read_rows, task_files, train_rows, write_tasks
 
-SIZES = {"addition": (96, 8, 5), "json": (32, 4, 20), "sentence": (64, 4, 12)}
+SIZES = {"addition": (120, 8, 5), "json": (32, 4, 20), "sentence": (72, 4, 12)}
 
 
 @pytest.mark.parametrize("name", TASKS)
