@@ -189,7 +189,7 @@ def _adapter(running: stack.Stack, item: dict[str, Any]) -> Path:
     artifact = (item.get("status") or {}).get("artifact")
     if artifact is None:
         raise DemoError(f"AdapterRun {item['metadata']['name']} is Complete but status.artifact is empty")
-    return running.storage / artifact["path"]
+    return running.storage / str(artifact["path"])
 
 
 def _prove(running: stack.Stack, adapters: dict[str, Path], reporter: Reporter) -> dict[str, Any]:

@@ -227,8 +227,8 @@ def _wait_pool_ready(stack: Stack, processes: tuple[Process, ...], reporter: Rep
             found = condition(api.get("adapterpools", pool.POOL_NAME, pool.NAMESPACE), "Ready")
         except httpx.HTTPError as error:
             found = {"status": "Unknown", "reason": type(error).__name__, "message": str(error)}
-        error = last_error(processes[0].log)
-        hint = f"; the runtime's log: {error}" if error else ""
+        newest = last_error(processes[0].log)
+        hint = f"; the runtime's log: {newest}" if newest else ""
         reporter.waiting(f"AdapterPool Ready: {found['status']} ({found['reason']}) {found.get('message', '')}{hint}")
         return bool(found["status"] == "True")
 

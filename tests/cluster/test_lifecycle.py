@@ -85,7 +85,7 @@ def test_suspend_frees_the_slot_and_resume_continues(cluster: Cluster) -> None:
         ("no-column", {"inputKey": "question"}, "DataError", "label, prompt"),
         ("bad-reward", {"customRmPath": "support.rewards.nothing"}, "RewardError", "support.rewards.nothing"),
         ("raising", {"customRmPath": "support.rewards.broken"}, "RewardError", "this reward is broken"),
-        ("forbidden", {"customRmPath": "os.system"}, "RewardError", "rewardModules"),
+        ("forbidden", {"customRmPath": "os.system"}, "InvalidSpec", "rewardModules"),
     ],
 )
 def test_a_bad_run_says_why_and_holds_no_slot(

@@ -12,7 +12,7 @@ import psutil
 
 from lorafleet_api.v1alpha1.wire import AdapterList, AdapterView
 from lorafleet_local.kubectl import Kubectl
-from lorafleet_local.processes import wait_until
+from lorafleet_local.processes import members, wait_until
 from lorafleet_local.stack import Stack
 
 _POLL_SECONDS = 0.1
@@ -84,20 +84,14 @@ class Cluster:
 
     def kill(self, title: str) -> int:
         """SIGKILL the one process of this stack whose command line contains `title`; returns its pid."""
-        found = [p for p in self._processes() if title in " ".join(p.cmdline())]
+        lines = {p: " ".join(p.cmdline()) for p in self._processes()}
+        found = [p for p, line in lines.items() if title in line and "lorafleet_local.supervise" not in line]
         assert len(found) == 1, f"{title}: {found}"
         os.kill(found[0].pid, signal.SIGKILL)
         return int(found[0].pid)
 
     def _processes(self) -> list[psutil.Process]:
-        mine = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("LORAFLEET_STACK_ID") == self.stack.state.stack_id:
-                    mine.append(process)
-            except psutil.Error:
-                continue
-        return mine
+        return members(self.stack.state.stack_id, self.stack.state.processes)
 
 
 def manifest(name: str, **spec: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def test_the_pool_is_a_valid_adapter_pool(tmp_path: Path) -> None:
     parsed = AdapterPoolSpec.model_validate(manifest["spec"])
     assert parsed.endpoint is not None
     assert parsed.endpoint.token_secret_ref.name == pool.token_secret("t")["metadata"]["name"]
-    assert parsed.trainer.deterministic
+    assert (parsed.trainer.num_threads, parsed.engines.num_threads) == (1, 1)  # a core each on two
     assert parsed.defaults == {"maxStaleness": 0}
 
 
