@@ -4,12 +4,12 @@
 #   docker build --target runtime  -t lorafleet-runtime  .    CUDA base, vLLM; runs as the head and worker pods
 
 ARG PYTHON_VERSION=3.12
-ARG UV_VERSION=0.13
 
-FROM ghcr.io/astral-sh/uv:${UV_VERSION} AS uv
+FROM python:${PYTHON_VERSION}-slim AS uv
+RUN pip install --no-cache-dir uv==0.13.9
 
 FROM python:${PYTHON_VERSION}-slim AS operator-build
-COPY --from=uv /uv /usr/local/bin/uv
+COPY --from=uv /usr/local/bin/uv /usr/local/bin/uv
 ENV UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_PYTHON_DOWNLOADS=never UV_PROJECT_ENVIRONMENT=/opt/lorafleet
 WORKDIR /src
 COPY pyproject.toml uv.lock ./
@@ -29,7 +29,7 @@ USER 65532:65532
 ENTRYPOINT ["lorafleet-operator"]
 
 FROM nvidia/cuda:13.0.2-runtime-ubuntu24.04 AS runtime-build
-COPY --from=uv /uv /usr/local/bin/uv
+COPY --from=uv /usr/local/bin/uv /usr/local/bin/uv
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3.12 python3.12-dev ca-certificates \
     && rm -rf /var/lib/apt/lists/*

@@ -25,11 +25,12 @@ down: ## Stop what `make up` (or a killed demo) started
 status: ## Show which processes of `make up` live
 	@exec $(BIN)/lorafleet-local status
 
-check: setup ## Lint, types, import layers, sizes
+check: setup ## Lint, types, import layers, sizes, Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict $(addprefix -p ,$(MODULES))
 	$(BIN)/lint-imports
 	$(BIN)/python hack/check_sizes.py
+	$(BIN)/hadolint --ignore DL3008 Dockerfile  # apt pins would break with every update of the base image
 
 test: setup ## All tests: unit, contract, numerics, cluster; prints the time of each part
 	@hack/test.sh

@@ -40,6 +40,12 @@ def test_put_carries_the_spec_as_written_and_the_epoch() -> None:
     assert (put.namespace, put.name) == ("team", "r")
 
 
+def test_put_tells_when_the_run_was_first_registered() -> None:
+    put = plan_run(seen(run_object(status={"startTime": CREATED})), SETTINGS).put
+    assert put is not None
+    assert put.start_time == T0
+
+
 @pytest.mark.parametrize(
     "observed",
     [

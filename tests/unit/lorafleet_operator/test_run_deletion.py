@@ -3,6 +3,7 @@
 import pytest
 
 from lorafleet_api.v1alpha1 import names, reasons
+from lorafleet_api.v1alpha1.wire import ArtifactView
 from lorafleet_operator.reconcile.run import plan_run
 from support.operator_world import (
     SETTINGS,
@@ -64,6 +65,22 @@ def test_lying_runtime_keeps_the_run(listed: object) -> None:
     assert plan.delete
     assert plan.status is not None
     assert not flags(plan.status)["Deregistered"]
+
+
+def test_absence_from_a_listing_that_is_not_complete_releases_nothing() -> None:
+    early = listing().model_copy(update={"listed": False})
+    plan = plan_run(seen(DELETING, early, delete_confirmed=True), SETTINGS)
+    assert not plan.remove_finalizer
+    assert plan.status is not None
+    assert "not told yet" in condition(plan.status, reasons.DEREGISTERED)["message"]
+
+
+def test_the_record_of_a_deleted_run_names_its_last_checkpoint() -> None:
+    artifact = ArtifactView(path="/s/step_37", step=37, digest="d")
+    gone = view("CLEANUP", outcome="Deleted", registered=False, step=37, artifact=artifact)
+    plan = plan_run(seen(DELETING, listing(gone)), SETTINGS)
+    assert plan.status is not None
+    assert (plan.status["step"], plan.status["artifact"]["path"]) == (37, "/s/step_37")
 
 
 def test_adapters_of_other_runs_do_not_hold_this_one() -> None:
