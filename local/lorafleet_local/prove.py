@@ -6,8 +6,10 @@ Run by the demo at its end. Uses nothing of the runtime: the adapters must work 
 every task's mean reward rose by at least `REQUIRED_GAIN`.
 """
 
+import ctypes
 import json
 import multiprocessing
+import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +21,8 @@ import typer
 
 from lorafleet_local.rewards import first_integer_is
 from lorafleet_local.tasks import TASKS, Task, read_rows, task_files
+
+_PR_SET_PDEATHSIG = 1
 
 REQUIRED_GAIN = 0.3
 """Mean held-out reward after training minus before."""
@@ -60,11 +64,16 @@ def prove(model_dir: Path, storage_root: Path, adapters: dict[str, Path]) -> lis
         adapters: PEFT directory by task name.
     """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(2, mp_context=spawn, initializer=_end_with_parent) as pool:
         # The longest replies first, so that the two processes end together.
         order = sorted(adapters, key=lambda name: -TASKS[name].max_tokens)
         jobs = {name: pool.submit(prove_task, model_dir, storage_root, name, adapters[name]) for name in order}
         return [jobs[name].result() for name in adapters]
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends: a killed pool leaves its workers waiting for ever."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def prove_task(model_dir: Path, storage_root: Path, name: str, adapter: Path) -> Proof:

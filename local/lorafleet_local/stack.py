@@ -274,6 +274,11 @@ def _take_down(state: State, reporter: Reporter) -> None:
         killed += sweep(state.stack_id, 3.0)
         for line in killed:
             reporter.say(f"had to kill {line}")
+        left = [process for process in state.processes if find(process) is not None]
+        if left:
+            state.processes, state.ready = left, False
+            state.save()
+            raise StartError(f"still alive after SIGKILL: {', '.join(p.name for p in left)}; run `make down` again")
         if state.processes:
             reporter.say("all processes are gone")
         if state.ray_temp_dir is not None:

@@ -113,7 +113,7 @@ async def running(world: World) -> AsyncIterator[World]:
     """Drive the fleet until the block ends."""
     task = asyncio.create_task(drive(world.fleet))
     try:
-        await world.until(lambda: world.registry.trainer_ready and bool(world.registry.engines))
+        await world.until(lambda: world.registry.listed and all(e.ready for e in world.registry.engines.values()))
         yield world
         assert not task.done(), task.exception()
     finally:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.remote import call
 from lorafleet_runtime.types import EngineStatus, Manifest, RunFault, VersionId
 
@@ -79,6 +80,9 @@ class EngineSet:
         self._engines = [_Engine(f"engine-{i}") for i in range(replicas)]
         self._live: dict[str, _Live] = {}
         self._publishing: set[VersionId] = set()
+        """On their way to some engine: by `publish`, or to one that lost them."""
+        self._settled = Signal()
+        """Set when a version is no longer on its way."""
         self._any_ready = asyncio.Event()
 
     async def start(self) -> None:
@@ -132,6 +136,7 @@ class EngineSet:
             return True
         finally:
             self._publishing.discard(version)
+            self._settled.set()
 
     async def _publish_one(
         self, engine: _Engine, version: VersionId, manifest: Manifest, buffer: Any, wanted: Callable[[], bool]
@@ -172,7 +177,10 @@ class EngineSet:
             await self._alive(engine, actor)
 
     async def clear(self, uid: str) -> None:
-        """Abort the run's requests and remove all its versions from every engine. Nothing of it may be publishing."""
+        """Abort the run's requests and remove all its versions from every engine, also those still on their way."""
+        self._live.pop(uid, None)
+        while any(version.uid == uid for version in self._publishing):
+            await self._settled.wait()
         self._live.pop(uid, None)
         await self.abort(uid)
         await self.retire_others(uid, None)
@@ -191,12 +199,30 @@ class EngineSet:
         """Ask every engine what it holds; a dead one is restarted."""
         await asyncio.gather(*(self._refresh_one(e) for e in self._engines if e.ready))
 
-    async def resync(self, live_uids: set[str]) -> None:
-        """Refresh, and retire what belongs to no live run: a late publish, or what an earlier runtime left."""
+    async def resync(self, is_live: Callable[[str], bool]) -> None:
+        """Compare every engine's listing with what should be there, and mend the difference.
+
+        What belongs to no live run is retired; a live version that an engine lost is published there again.
+        """
         await self.refresh()
-        for uid in {name.rpartition("@")[0] for e in self._engines for name in e.adapters} - live_uids:
-            log.warning("run %s has ended, but an engine still lists it; retiring it", uid)
-            await self.clear(uid)
+        for uid in {name.rpartition("@")[0] for e in self._engines for name in e.adapters}:
+            if not is_live(uid):
+                log.warning("run %s has ended, but an engine still lists it; retiring it", uid)
+                await self.clear(uid)
+        for engine in [e for e in self._engines if e.ready]:
+            await self._mend(engine)
+
+    async def _mend(self, engine: _Engine) -> None:
+        actor = engine.actor
+        try:
+            status: EngineStatus = await _ask(actor.list.remote())
+            for live in list(self._live.values()):
+                if live.version.name not in status.adapters and self._live.get(live.version.uid) is live:
+                    log.warning("%s lost %s; publishing it again", engine.name, live.version.name)
+                    await self._restore(actor, live)
+        except Retryable as error:
+            if await self._alive(engine, actor):
+                log.info("%s: %s; the next resync tries again", engine.name, error)
 
     async def _refresh_one(self, engine: _Engine) -> None:
         actor = engine.actor
@@ -257,8 +283,8 @@ class EngineSet:
             try:
                 await self._bring_up(engine)
                 return
-            except (Retryable, ValueError) as error:
-                log.warning("%s cannot be adopted (%s); starting a new one", engine.name, error)
+            except Exception:
+                log.exception("%s cannot be adopted; starting a new one", engine.name)
                 await asyncio.to_thread(self._spawner.reap, adopted, engine.pids, engine.listed_at)
         engine.actor = self._spawner.spawn(index)
         await self._bring_up(engine)
@@ -271,6 +297,7 @@ class EngineSet:
         await _ask(actor.probe.remote())
         while True:
             status = await _ask(actor.list.remote())
+            self._tell(engine, status.adapters)
             held = {VersionId.parse(name) for name in status.adapters}
             missing = [live for live in self._live.values() if live.version not in held]
             surplus = held - {live.version for live in self._live.values()}
@@ -288,12 +315,16 @@ class EngineSet:
         log.info("%s is ready", engine.name)
 
     async def _restore(self, actor: Any, live: _Live) -> None:
+        self._publishing.add(live.version)
         try:
             await _ask(actor.publish.remote(live.version, live.manifest, live.buffer))
         except RunError as error:  # its own run's fault must not keep the engine from the others
             if self._live.get(live.version.uid) is live:
                 del self._live[live.version.uid]
             self._fail(error.fault(live.version.uid))
+        finally:
+            self._publishing.discard(live.version)
+            self._settled.set()
 
 
 async def _ask[T](reference: Awaitable[T], seconds: float = _CALL_SECONDS) -> T:

@@ -5,7 +5,6 @@ waits for: the signal, at most one resync   unblocked by: any registry change
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -15,7 +14,7 @@ from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.loop.buffers import CursorTracker
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.publishing import publish
-from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL, Run
+from lorafleet_runtime.registry.run import TERMINAL, Run
 from lorafleet_runtime.storage import latest_checkpoint
 from lorafleet_runtime.types import Artifact, Loaded, LoadRequest, RunFault
 
@@ -23,7 +22,6 @@ log = logging.getLogger(__name__)
 
 RESYNC_SECONDS = 15.0
 _RETRY_SECONDS = 0.5
-LIVE = tuple(HOLDS_SLOT)
 
 
 async def lifecycle(fleet: Fleet) -> None:
@@ -41,7 +39,7 @@ async def lifecycle(fleet: Fleet) -> None:
                 busy[run.uid] = fleet.spawn(_guard(fleet, run, stage), f"{stage.__name__} of run {run.uid}")
         if time.monotonic() - last_resync >= RESYNC_SECONDS:
             last_resync = time.monotonic()
-            fleet.spawn(fleet.engines.resync({r.uid for r in fleet.registry.in_state(*LIVE)}), "engine resync")
+            fleet.spawn(fleet.engines.resync(fleet.registry.holds_slot), "engine resync")
         await fleet.signal.wait(timeout=RESYNC_SECONDS)
 
 
@@ -70,6 +68,8 @@ async def _guard(fleet: Fleet, run: Run, stage: Stage) -> None:
         fleet.registry.fail(error.fault(run.uid))
     except Retryable as error:
         log.info("run %s: %s; trying again", run.uid, error)
+        if stage is check:
+            fleet.registry.check_failed(run.uid, str(error))
         await asyncio.sleep(_RETRY_SECONDS)
     except Exception as error:
         log.exception("run %s: %s raised", run.uid, stage.__name__)
@@ -151,9 +151,7 @@ async def clear(fleet: Fleet, run: Run) -> None:
     """Free the trainer slot, then every engine, and end the run once their own listings agree."""
     await fleet.trainer.call("drop", run.uid)
     fleet.registry.observe_trainer(await fleet.trainer.call("slots"))
-    state = fleet.states.get(run.uid)
-    async with state.publishing if state is not None else contextlib.nullcontext():
-        await fleet.engines.clear(run.uid)
+    await fleet.engines.clear(run.uid)
     await fleet.engines.refresh()
     await fleet.workers.close(run.uid)
     fleet.forget(run.uid)

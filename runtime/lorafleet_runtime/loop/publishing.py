@@ -28,7 +28,7 @@ async def publish(fleet: Fleet, run: Run, n: int, manifest: Manifest, buffer: An
         with fleet.metrics.publish_seconds.time():
             live = await fleet.engines.publish(version, manifest, buffer, wanted)
         if not live:
-            return  # the run ended: its cleanup waits for this lock and retires what was loaded
+            return  # the run ended: its cleanup waits for this publish and retires what was loaded
         fleet.registry.published(run.uid, n, time.time())
     retire = fleet.engines.retire_others(run.uid, version, oldest_useful=n - run.spec.max_staleness)
     fleet.spawn(retire, f"retiring versions before {version.name}")

@@ -51,11 +51,11 @@ class WorkerSet:
         except Retryable:
             self._replace(uid, actor)
             raise
+        self._open[uid] = actor  # before the check below: whatever happens, `close` must reach it
         known = self._digests.setdefault(uid, info.digest)
         if known != info.digest:
             text = f"data: the usable rows of {spec.get('data')} changed while the run was training; restore the file"
             raise RunError(reasons.DATA_ERROR, text)
-        self._open[uid] = actor
         return info
 
     async def run_group(

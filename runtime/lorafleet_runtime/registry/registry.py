@@ -27,7 +27,8 @@ from lorafleet_api.v1alpha1.wire import (
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.registry.admission import SpecProblem, check_limits, parse_spec
 from lorafleet_runtime.registry.listings import Listings
-from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL, Ending, Run
+from lorafleet_runtime.registry.queue import ordered, place_waiting
+from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL, Ending, Run, may_replace
 from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, RunFault, StepResult
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class Registry(Listings):
             return
         epochs = run.spec.num_epoch or 1
         wanted = run.spec.num_step or max(1, epochs * run.dataset.rows // run.groups_per_step)
-        run.target_step = max(wanted, run.step)
+        run.target_step = max(wanted, run.target_step or 0, run.step)
 
     def delete(self, uid: str) -> bool:
         """Take the run away for good. True when nothing is left of it."""
@@ -178,32 +179,32 @@ class Registry(Listings):
         if run is None:
             return
         run.dataset = dataset
+        run.check_failures = 0
         self._retarget(run)
         self._changed()
 
+    def check_failed(self, uid: str, why: str) -> None:
+        """The worker died while it opened this run's data; that too often is the run's own fault."""
+        if (run := self.runs.get(uid)) is None:
+            return
+        run.check_failures += 1
+        if run.check_failures > run.spec.backoff_limit:
+            text = f"data: the worker died {run.check_failures} times opening it ({why}); use a smaller file"
+            self.fail(RunFault(uid, reasons.DATA_ERROR, text))
+
+    def holds_slot(self, uid: str) -> bool:
+        """Whether the run may be on the trainer and the engines."""
+        return uid in self.runs and self.runs[uid].state in HOLDS_SLOT
+
     def assign(self) -> list[Run]:
-        """Give free slots to checked runs, by priority, then to those that had one before, then by age.
-
-        After a restart a slot is kept for a run that had one before, until its data is checked again.
-
-        Returns:
-            The runs that got a slot.
-        """
-        waiting = [r for r in self.in_state("QUEUED") if self.synced or r.owner == "api"]
-        waiting = [r for r in waiting if r.dataset is not None or r.start_time is not None]
-        waiting.sort(key=lambda r: (-r.queue_priority, r.start_time is None, r.created, r.uid))
+        """Give free slots to checked runs and tell the others their place. Returns the runs that got a slot."""
         taken = {r.slot for r in self.runs.values() if r.state in HOLDS_SLOT}
         free = [s for s in range(self.pool.slots) if s not in taken]
-        started = [r for r in waiting[: len(free)] if r.dataset is not None]
+        queue = ordered([r for r in self.in_state("QUEUED") if self.synced or r.owner == "api"])
+        started = [r for r in queue[: len(free)] if r.dataset is not None]
         for run, slot in zip(started, free, strict=False):
             self._register(run, slot)
-        changed = bool(started)
-        for position, run in enumerate((r for r in waiting[len(free) :] if r.dataset is not None), start=1):
-            message = f"all {self.pool.slots} slots are taken; position {position} in the queue"
-            changed = changed or run.message != message
-            run.queue_position = position
-            run.reason, run.message = reasons.SLOTS_EXHAUSTED, message
-        if changed:
+        if place_waiting(queue, self.pool.slots, len(free)) or started:
             self._changed()
         return started
 
@@ -298,7 +299,7 @@ class Registry(Listings):
         run = self.runs.get(uid)
         if run is None or run.state in TERMINAL or run.state == "CLEANUP":
             return
-        if run.ending is not None and not _may_replace(run.ending.outcome, outcome):
+        if run.ending is not None and not may_replace(run.ending.outcome, outcome):
             return
         run.ending = Ending(outcome, reason, message, save)
         if run.state == "QUEUED":
@@ -367,6 +368,10 @@ class Registry(Listings):
             run.restarts += 1 if run.loaded else 0
             assert run.slot is not None
             self._register(run, run.slot)
+            if run.deleted:
+                self.delete(run.uid)
+            else:
+                self._apply_intent(run)  # a cancel or suspend that gave way to the completion
         self._changed()
 
     # --- views -----------------------------------------------------------------------------------------------
@@ -393,8 +398,3 @@ class Registry(Listings):
             engines=self.engine_views(),
             adapters=[self.view(r.uid) for r in sorted(self.runs.values(), key=lambda r: (r.created, r.uid))],
         )
-
-
-def _may_replace(old: Outcome, new: Outcome) -> bool:
-    """Whether an end that is under way gives way to another: a completion to a fault, a suspension to anything."""
-    return (old == "Complete" and new == "Failed") or (old == "Suspended" and new != "Suspended")

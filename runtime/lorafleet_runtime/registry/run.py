@@ -73,6 +73,8 @@ class Run:
     ending: Ending | None = None
     deleted: bool = False
     dataset: DatasetInfo | None = None
+    check_failures: int = 0
+    """Times in a row that the check found its worker dead."""
     slot: int | None = None
     incarnation: str = ""
     loaded: bool = False
@@ -172,3 +174,8 @@ class Run:
             artifact=ArtifactView(path=artifact.path, step=artifact.step, digest=artifact.digest) if artifact else None,
             presence=presence,
         )
+
+
+def may_replace(old: Outcome, new: Outcome) -> bool:
+    """Whether an end that is under way gives way to another: a completion to a fault, a suspension to anything."""
+    return (old == "Complete" and new == "Failed") or (old == "Suspended" and new != "Suspended")

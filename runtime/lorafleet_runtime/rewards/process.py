@@ -80,6 +80,9 @@ class RewardProcess:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env={"OMP_NUM_THREADS": "1", **os.environ}, limit=_LINE_LIMIT_BYTES, start_new_session=True,
         )  # fmt: skip
+        if self._closed:  # while the child was being made
+            await self._kill()
+            raise RewardFailure("the reward process is closed")
         try:
             await self._exchange({"target": self._target}, _LOAD_TIMEOUT_SECONDS)
         except RewardFailure:

@@ -11,7 +11,7 @@ from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.types import DroppedGroup, PromptGroup, VersionId
 from support.fake_actors import Handle
 from support.fleets import World, build_world, running
-from support.runs import put
+from support.runs import put, run_spec
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ async def test_an_adopted_engine_loses_what_an_earlier_runtime_published(world: 
 async def test_the_resync_retires_what_belongs_to_no_run(world: World) -> None:
     async with running(world):
         world.engines[0].target.adapters.add("gone@0.7.v3")
-        await world.fleet.engines.resync(set())
+        await world.fleet.engines.resync(world.registry.holds_slot)
         assert world.engines[0].target.adapters == set()
 
 
@@ -203,3 +203,76 @@ async def test_changed_data_is_refused_when_a_run_is_opened_again(world: World) 
         world.workers[0].dead = True
         await world.until(lambda: ended(world, "a"))
     assert world.registry.runs["a"].reason == reasons.DATA_ERROR
+
+
+async def test_the_resync_spares_a_run_that_registers_while_it_lists(world: World) -> None:
+    async with running(world):
+        engine = world.engines[0].target
+        gate, listing = asyncio.Event(), engine.list
+
+        async def slow() -> object:
+            status = listing()
+            await gate.wait()
+            return status
+
+        engine.list = slow
+        resync = asyncio.create_task(world.fleet.engines.resync(world.registry.holds_slot))
+        await asyncio.sleep(0)
+        engine.list = listing
+        put(world.registry, "a", numStep=1000)
+        await world.until(lambda: world.registry.runs["a"].step >= 2)
+        gate.set()
+        await resync
+        step = world.registry.runs["a"].step
+        await world.until(lambda: world.registry.runs["a"].step > step + 2)
+
+
+async def test_the_resync_publishes_again_what_an_engine_lost(world: World) -> None:
+    async with running(world):
+        world.worker.gate = asyncio.Event()
+        put(world.registry, "a")
+        await world.until(lambda: world.registry.runs["a"].state == "ACTIVE")
+        world.engines[0].target.adapters.clear()
+        await world.fleet.engines.resync(world.registry.holds_slot)
+        assert world.engines[0].target.adapters == {"a@1.1.v1"}
+
+
+async def test_cleanup_waits_for_a_publish_also_after_the_trainer_died(world: World) -> None:
+    async with running(world):
+        engine = world.engines[0].target
+        gate, publish = asyncio.Event(), engine.publish
+
+        async def slow(version: VersionId, manifest: object, buffer: object) -> None:
+            if version.n == 2:
+                await gate.wait()
+            publish(version, manifest, buffer)
+
+        engine.publish = slow
+        put(world.registry, "a", numStep=100, maxStaleness=1)
+        await world.until(lambda: world.registry.runs["a"].step >= 1)
+        world.registry.delete("a")
+        world.fleet.on_trainer_lost()
+        world.registry.observe_trainer({})
+        await world.until(lambda: world.registry.runs["a"].state == "CLEANUP")
+        gate.set()
+        await world.until(lambda: "a" not in world.registry.runs)
+        assert engine.adapters == set()
+
+
+async def test_a_run_whose_data_kills_the_worker_ends_and_frees_the_kept_slot(world: World) -> None:
+    world.registry.pool = world.registry.pool.model_copy(update={"slots": 1})
+    async with running(world):
+
+        def kill(uid: str, spec: dict[str, Any]) -> object:
+            if uid == "old":
+                raise Retryable("OutOfMemoryError")
+            return original(world.workers[0].target, uid, spec)
+
+        original = type(world.worker).open
+        world.worker.open = kill  # type: ignore[method-assign]
+        spec = run_spec(backoffLimit=0)
+        world.registry.put("old", spec, namespace="t", name="old", generation=1, created=0.0, start_time=1.0)
+        put(world.registry, "new", created=1.0)
+        await world.until(lambda: ended(world, "old") and ended(world, "new"))
+    assert world.registry.runs["old"].reason == reasons.DATA_ERROR
+    assert world.registry.runs["new"].state == "COMPLETED"

@@ -4,7 +4,7 @@ import pytest
 
 from lorafleet_runtime.registry.admission import SpecProblem
 from lorafleet_runtime.registry.registry import Registry
-from lorafleet_runtime.types import Artifact, EngineStatus
+from lorafleet_runtime.types import Artifact, EngineStatus, StepResult
 from support.runs import DATASET, activate, pool_spec, put, run_spec
 
 ARTIFACT = Artifact("/storage/x/step_3", 3, "abc")
@@ -75,3 +75,20 @@ def test_nothing_is_listed_until_trainer_and_engines_have_told() -> None:
     assert not registry.listing().listed
     registry.observe_engine(EngineStatus("engine-0", True, (), 1.0))
     assert registry.listing().listed
+
+
+def test_a_cancel_that_gave_way_to_a_completion_holds_when_the_completion_is_lost(registry: Registry) -> None:
+    activate(registry, "a", step=2)
+    registry.commit("a", 2, [], (0.0, 0))
+    registry.stepped(StepResult("a", 3, 1e-3, 1.0), now=9.0)
+    put(registry, "a", generation=2, cancel=True)
+    registry.trainer_lost()
+    ending = registry.runs["a"].ending
+    assert ending is not None
+    assert ending.outcome == "Cancelled"
+
+
+def test_a_target_never_shrinks(registry: Registry) -> None:
+    activate(registry, "a")
+    put(registry, "a", generation=2, numStep=1)
+    assert registry.runs["a"].target_step == 3
