@@ -10,7 +10,7 @@ RUN pip install --no-cache-dir uv==0.13.9
 
 FROM python:${PYTHON_VERSION}-slim AS operator-build
 COPY --from=uv /usr/local/bin/uv /usr/local/bin/uv
-ENV UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_PYTHON_DOWNLOADS=never UV_PROJECT_ENVIRONMENT=/opt/lorafleet
+ENV UV_CACHE_DIR=/var/cache/uv UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_PYTHON_DOWNLOADS=never UV_PROJECT_ENVIRONMENT=/opt/lorafleet
 WORKDIR /src
 COPY pyproject.toml uv.lock ./
 COPY crds crds
@@ -18,7 +18,7 @@ COPY operator operator
 # The other members' metadata, which the workspace needs to be read; their code stays out.
 COPY runtime/pyproject.toml runtime/pyproject.toml
 COPY local/pyproject.toml local/pyproject.toml
-RUN --mount=type=cache,target=/root/.cache/uv \
+RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --no-dev --no-editable --package lorafleet-operator
 
 FROM python:${PYTHON_VERSION}-slim AS operator
@@ -33,14 +33,14 @@ COPY --from=uv /usr/local/bin/uv /usr/local/bin/uv
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3.12 python3.12-dev ca-certificates \
     && rm -rf /var/lib/apt/lists/*
-ENV UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_PYTHON=/usr/bin/python3.12 UV_PROJECT_ENVIRONMENT=/opt/lorafleet
+ENV UV_CACHE_DIR=/var/cache/uv UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_PYTHON=/usr/bin/python3.12 UV_PROJECT_ENVIRONMENT=/opt/lorafleet
 WORKDIR /src
 COPY pyproject.toml uv.lock ./
 COPY crds crds
 COPY runtime runtime
 COPY operator/pyproject.toml operator/pyproject.toml
 COPY local/pyproject.toml local/pyproject.toml
-RUN --mount=type=cache,target=/root/.cache/uv \
+RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --no-dev --no-editable --package lorafleet-runtime --extra gpu
 
 FROM nvidia/cuda:13.0.2-runtime-ubuntu24.04 AS runtime

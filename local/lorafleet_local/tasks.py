@@ -54,11 +54,6 @@ class Task:
     max_tokens: int
 
     @property
-    def reward_path(self) -> str:
-        """The reward's customRmPath."""
-        return f"{self.reward.__module__}.{self.reward.__name__}"
-
-    @property
     def alpha(self) -> int:
         """Twice the rank: the adapter is scaled by 2."""
         return 2 * self.rank

@@ -28,11 +28,6 @@ class Key:
         """The key of an AdapterRun."""
         return cls("adapterruns", obj["metadata"]["namespace"], obj["metadata"]["name"])
 
-    @classmethod
-    def of_pool(cls, obj: Object) -> "Key":
-        """The key of an AdapterPool."""
-        return cls("adapterpools", obj["metadata"]["namespace"], obj["metadata"]["name"])
-
 
 def pool_key_of(run: Object) -> Key:
     """The pool that a run refers to."""

@@ -9,7 +9,6 @@ from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.types import (
     Artifact,
     BatchResult,
-    Completion,
     Cursor,
     DatasetInfo,
     DroppedGroup,
@@ -187,8 +186,3 @@ class FakeWorker:
 
     def close(self, uid: str) -> None:
         return None
-
-
-def completions(n: int) -> list[Completion]:
-    """n one-token completions."""
-    return [Completion((7,), (-0.1,), "stop") for _ in range(n)]
