@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+from lorafleet_local.paths import repo_root
 from lorafleet_local.tasks import TASKS, read_rows, task_files, train_rows, write_tasks
 
 SIZES = {"addition": (120, 8, 5), "json": (32, 4, 20), "sentence": (72, 4, 12)}
@@ -49,9 +51,11 @@ def test_an_addition_prompt_begins_the_reply(tmp_path: Path) -> None:
         assert 1 <= int(a) <= 12 and 1 <= int(b) <= 12
 
 
-def test_reward_paths_name_the_functions() -> None:
-    assert {name: task.reward_path for name, task in TASKS.items()} == {
-        "addition": "lorafleet_local.rewards.addition",
-        "json": "lorafleet_local.rewards.json_object",
-        "sentence": "lorafleet_local.rewards.sentence",
-    }
+@pytest.mark.parametrize("name", TASKS)
+def test_the_example_manifest_trains_the_task_as_it_is_written_here(name: str) -> None:
+    task = TASKS[name]
+    spec = yaml.safe_load((repo_root() / "manifests" / "examples" / f"{name}.yaml").read_text())["spec"]
+    assert spec["customRmPath"] == f"{task.reward.__module__}.{task.reward.__name__}"
+    assert (spec["rank"], spec["alpha"], spec["numStep"]) == (task.rank, task.alpha, task.steps)
+    assert (spec["rolloutBatchSize"], spec["sampling"]["maxTokens"]) == (task.prompts_per_step, task.max_tokens)
+    assert spec["data"] == task_files(task).train
