@@ -39,10 +39,12 @@ def up(state: StateOption = None) -> None:
     _prepare()
     from lorafleet_local import stack
     from lorafleet_local.report import Reporter
+    from lorafleet_local.tasks import write_tasks
 
     folder = state or state_dir()
     try:
         running = stack.up(folder, Reporter())
+        write_tasks(running.storage)  # so that manifests/examples can be applied
     except stack.START_ERRORS as error:
         _fail(error)
     kubeconfig = shlex.quote(str(running.kubeconfig))

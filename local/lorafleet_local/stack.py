@@ -163,7 +163,8 @@ def _start_runtime(state: State, spec: pool.Document) -> Process:
     path = folder / "runtime.yaml"  # JSON is YAML
     write_private(path, json.dumps(config, indent=2).encode() + b"\n")
     # There is no other node that could take over: Ray's default would wait 30 s for actors that never leave.
-    env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    # TMPDIR: what Ray, vLLM and the engines leave there goes away with the folder.
+    env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "TMPDIR": state.ray_temp_dir}
     return _supervised(state, "runtime", [_script("lorafleet-runtime"), "head", "--config", str(path)], env)
 
 

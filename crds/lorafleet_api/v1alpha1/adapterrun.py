@@ -23,9 +23,9 @@ class Sampling(ApiModel):
     """How completions are sampled. Values not listed here (top-k, penalties) are always sent as neutral."""
 
     temperature: float = Field(default=1.0, ge=0.0, le=10.0)
-    """Softmax temperature; 0 is greedy."""
+    """Softmax temperature. Training needs at least 0.01; 0 is greedy, for evaluation."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus sampling mass."""
+    """Nucleus sampling mass. Training needs 1: the trainer does not renormalise over the nucleus."""
     max_tokens: int = Field(default=1024, ge=1, le=1_048_576)
     """Upper bound on completion length, in tokens."""
     stop: list[str] = Field(default_factory=list, max_length=16)
@@ -112,7 +112,7 @@ class Checkpoint(ApiModel):
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     keep_best: bool = False
-    """Also keep the checkpoint with the best evaluation score."""
+    """Also keep the checkpoint with the best evaluation score. Refused by this version."""
 
 
 class Scheduling(ApiModel):
@@ -180,11 +180,12 @@ class AdapterRunSpec(ApiModel):
     """Longer prompts are skipped and counted; unset means what the engine's length leaves."""
 
     rm_type: str | None = None
-    """Built-in reward: math."""
+    """Built-in reward: math, 1 when the last answer in the response (boxed, after ####, or the last number) equals the
+    label, else 0."""
     custom_rm_path: str | None = None
     """Dotted path of a reward function; its module must be on the pool's rewardModules list."""
     reward: Reward | None = None
-    """Remote or ConfigMap reward."""
+    """Remote or ConfigMap reward. Refused by this version."""
     reward_failure_policy: Literal["Fail", "Zero", "Drop"] = "Fail"
     """A reward that raises, hangs or is not finite: fail the run, score 0, or drop the group."""
     reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
@@ -203,9 +204,9 @@ class AdapterRunSpec(ApiModel):
     max_staleness: int = Field(default=3, ge=0, le=64)
     """Published versions a sample may be behind when it trains; 0 is strictly on-policy."""
     mixed_versions: bool = False
-    """Let a group span versions."""
+    """Let a group span versions. Refused by this version."""
     evaluation: Evaluation | None = None
-    """Held-out evaluation."""
+    """Held-out evaluation. Refused by this version."""
 
     num_step: int | None = Field(default=None, ge=1)
     """Optimizer steps; wins over numEpoch."""
@@ -218,7 +219,7 @@ class AdapterRunSpec(ApiModel):
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoint policy."""
     record_steps: bool = False
-    """Keep each committed step's samples for replay."""
+    """Keep each committed step's samples for replay. Refused by this version."""
 
     suspend: bool = False
     """Checkpoint, free the slot and wait; false again resumes from there."""

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.5
 _LONGEST_BACKOFF_SECONDS = 30.0
 _STABLE_SECONDS = 60.0
-_STOP_SECONDS = 10.0
+_STOP_SECONDS = 15.0
+"""Longer than serve takes to save its runs."""
 
 
 def supervise(config_path: Path, config: RuntimeConfig) -> int:

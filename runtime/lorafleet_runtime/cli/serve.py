@@ -12,18 +12,21 @@ import ray
 import uvicorn
 
 from lorafleet_runtime.config.config import RuntimeConfig
-from lorafleet_runtime.errors import ConfigError
+from lorafleet_runtime.errors import ConfigError, Retryable
 from lorafleet_runtime.http.app import create_app
 from lorafleet_runtime.loop.build import build_fleet
 from lorafleet_runtime.loop.driver import drive
 from lorafleet_runtime.loop.fleet import Fleet
 from lorafleet_runtime.loop.fleet_view import FleetView
+from lorafleet_runtime.loop.lifecycle import drain
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.storage import next_boot_epoch
 
 log = logging.getLogger(__name__)
+
+_DRAIN_SECONDS = 12.0
 
 
 def run(config: RuntimeConfig, ray_address: str) -> int:
@@ -62,10 +65,20 @@ async def _serve(config: RuntimeConfig, epoch: int) -> int:
     stopping = asyncio.create_task(stop.wait(), name="stop")
     done, _ = await asyncio.wait({web, loop, stopping}, return_when=asyncio.FIRST_COMPLETED)
     code = 0 if stopping in done else _why(done)
+    if stopping in done:
+        await _drain(fleet)
     server.should_exit = True
     loop.cancel()
     await asyncio.gather(web, loop, return_exceptions=True)
     return code
+
+
+async def _drain(fleet: Fleet) -> None:
+    try:
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            await drain(fleet)
+    except (TimeoutError, Retryable) as error:
+        log.error("not every run was saved within %.0f s (%s); some resume from older steps", _DRAIN_SECONDS, error)
 
 
 def _why(done: set[asyncio.Task[Any]]) -> int:

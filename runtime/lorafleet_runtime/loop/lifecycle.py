@@ -147,6 +147,18 @@ async def checkpoint(fleet: Fleet, run: Run) -> Artifact | None:
     return artifact
 
 
+async def drain(fleet: Fleet) -> None:
+    """Checkpoint every live run at its last step boundary; the runtime is about to stop."""
+    for run in fleet.registry.in_state("ACTIVE"):
+        if run.step > run.start_step:
+            try:
+                artifact = await checkpoint(fleet, run)
+            except RunError as error:
+                log.error("run %s: not saved before the stop: %s", run.uid, error)
+            else:
+                log.info("run %s: saved at step %d before the stop (%s)", run.uid, run.step, artifact)
+
+
 async def clear(fleet: Fleet, run: Run) -> None:
     """Free the trainer slot, then every engine, and end the run once their own listings agree."""
     await fleet.trainer.call("drop", run.uid)

@@ -6,6 +6,7 @@ import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
+from lorafleet_runtime.loop.lifecycle import drain
 from lorafleet_runtime.types import DroppedGroup, PromptGroup, RunFault, VersionId
 from support.fleets import World, build_world, running
 from support.runs import put
@@ -246,3 +247,13 @@ async def test_an_overdue_run_is_failed(world: World) -> None:
         put(world.registry, "a", registrationDeadlineSeconds=1, created=1.0)
         await world.until(lambda: ended(world, "a"))
     assert world.registry.runs["a"].reason == reasons.DEADLINE_EXCEEDED
+
+
+async def test_a_stop_saves_live_runs_at_their_last_step(world: World) -> None:
+    async with running(world):
+        put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 500})
+        await world.until(lambda: world.registry.runs["a"].step >= 3)
+        await drain(world.fleet)
+        step, cursor = world.disk["a"]
+    assert step >= 3
+    assert cursor.low == 2 * step  # exactly the groups of the steps that are saved
