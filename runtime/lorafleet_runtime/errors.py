@@ -6,6 +6,7 @@
     └── Retryable           try again: an engine or worker is away
 """
 
+from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.types import RunFault
 
 
@@ -40,3 +41,9 @@ class ConfigError(RuntimeFault):
 
 class Retryable(RuntimeFault):
     """The other side is away or restarting; the caller tries again."""
+
+
+def unforeseen(uid: str, error: Exception) -> RunFault:
+    """The fault of a run whose work raised what nobody foresaw; the caller has logged the traceback."""
+    text = f"{type(error).__name__}: {error}; the runtime's log has more"
+    return RunFault(uid, reasons.INTERNAL_ERROR, text)

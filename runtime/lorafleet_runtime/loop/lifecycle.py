@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from lorafleet_api.v1alpha1 import reasons
-from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.errors import Retryable, RunError, unforeseen
 from lorafleet_runtime.loop.buffers import CursorTracker
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.publishing import publish
@@ -75,14 +75,12 @@ async def _guard(fleet: Fleet, run: Run, stage: Stage) -> None:
         log.exception("run %s: %s raised", run.uid, stage.__name__)
         if run.state in ("RETIRING", "CLEANUP"):
             await asyncio.sleep(_RETRY_SECONDS)
-        fleet.registry.fail(
-            RunFault(run.uid, reasons.INTERNAL_ERROR, f"{type(error).__name__}: {error}; the runtime's log has more")
-        )
+        fleet.registry.fail(unforeseen(run.uid, error))
 
 
 async def check(fleet: Fleet, run: Run) -> None:
     """Open data and reward before a slot is taken."""
-    info = await fleet.workers.open(run.uid, run.spec.to_wire())
+    info = await fleet.workers.open(run.uid, run.spec)
     fleet.registry.checked(run.uid, info)
 
 

@@ -11,8 +11,7 @@ maxStaleness 0 nothing starts before the version of the last step is on every en
 import asyncio
 import logging
 
-from lorafleet_api.v1alpha1 import reasons
-from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.errors import Retryable, RunError, unforeseen
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.types import DroppedGroup, PromptGroup, RunFault, VersionId
@@ -79,8 +78,7 @@ async def _sample_group(fleet: Fleet, run: Run, state: RunState, index: int, ver
         return
     except Exception as error:
         log.exception("run %s: group %d raised", run.uid, index)
-        text = f"{type(error).__name__}: {error}; the runtime's log has more"
-        fault = RunFault(run.uid, reasons.INTERNAL_ERROR, text)
+        fault = unforeseen(run.uid, error)
     finally:
         state.in_flight -= 1
     if not _current(fleet, run, state):
@@ -102,7 +100,7 @@ async def _ask(
     try:
         if not _current(fleet, run, state):
             return DroppedGroup(run.uid, version, index, "aborted", "the run ended while it waited for an engine")
-        return await fleet.workers.run_group(run.uid, run.spec.to_wire(), index, version, engine)
+        return await fleet.workers.run_group(run.uid, run.spec, index, version, engine)
     except Retryable:
         await fleet.engines.check(engine)
         raise

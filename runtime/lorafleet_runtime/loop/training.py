@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 from lorafleet_api.v1alpha1 import reasons
-from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.errors import Retryable, RunError, unforeseen
 from lorafleet_runtime.loop.buffers import Need
 from lorafleet_runtime.loop.fleet import Fleet
 from lorafleet_runtime.loop.lifecycle import checkpoint
@@ -149,8 +149,7 @@ async def _publish(fleet: Fleet, run: Run, n: int, manifest: Any, buffer: Any) -
         fault = error.fault(run.uid)
     except Exception as error:
         log.exception("run %s: publishing version %d raised", run.uid, n)
-        text = f"{type(error).__name__}: {error}; the runtime's log has more"
-        fault = RunFault(run.uid, reasons.INTERNAL_ERROR, text)
+        fault = unforeseen(run.uid, error)
     else:
         return
     if run.incarnation == incarnation:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lorafleet_api.v1alpha1 import reasons
+from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.remote import call
 from lorafleet_runtime.types import DatasetInfo, DroppedGroup, PromptGroup, VersionId
@@ -31,7 +32,7 @@ class WorkerSet:
         """Runs that a worker has open."""
         return set(self._open)
 
-    async def open(self, uid: str, spec: dict[str, Any]) -> DatasetInfo:
+    async def open(self, uid: str, spec: AdapterRunSpec) -> DatasetInfo:
         """Open data and reward of a run.
 
         Raises:
@@ -41,25 +42,25 @@ class WorkerSet:
         async with self._locks.setdefault(uid, asyncio.Lock()):
             return await self._open_here(uid, spec)
 
-    async def _open_here(self, uid: str, spec: dict[str, Any]) -> DatasetInfo:
+    async def _open_here(self, uid: str, spec: AdapterRunSpec) -> DatasetInfo:
         if uid not in self._home:
             self._home[uid] = self._turn % len(self._actors)
             self._turn += 1
         actor = self._actors[self._home[uid]]
         try:
-            info: DatasetInfo = await call(actor.open.remote(uid, spec))
+            info: DatasetInfo = await call(actor.open.remote(uid, spec.to_wire()))
         except Retryable:
             self._replace(uid, actor)
             raise
         self._open[uid] = actor  # before the check below: whatever happens, `close` must reach it
         known = self._digests.setdefault(uid, info.digest)
         if known != info.digest:
-            text = f"data: the usable rows of {spec.get('data')} changed while the run was training; restore the file"
+            text = f"data: the usable rows of {spec.data} changed while the run was training; restore the file"
             raise RunError(reasons.DATA_ERROR, text)
         return info
 
     async def run_group(
-        self, uid: str, spec: dict[str, Any], index: int, version: VersionId, engine: Any
+        self, uid: str, spec: AdapterRunSpec, index: int, version: VersionId, engine: Any
     ) -> PromptGroup | DroppedGroup:
         """Sample and score one prompt group.
 
