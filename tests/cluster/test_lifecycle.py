@@ -32,8 +32,8 @@ def test_create_train_complete_deregister(cluster: Cluster) -> None:
 
 
 def _was_registered(cluster: Cluster, name: str) -> bool:
-    events = json.loads(cluster.kubectl("get", "events", "-o", "json"))["items"]
-    return any(e["involvedObject"]["name"] == name and e["reason"] == "Registered" for e in events)
+    mine = f"involvedObject.kind=AdapterRun,involvedObject.name={name},reason=Registered"
+    return bool(json.loads(cluster.kubectl("get", "events", f"--field-selector={mine}", "-o", "json"))["items"])
 
 
 def test_columns_show_status_step_and_target(cluster: Cluster) -> None:
