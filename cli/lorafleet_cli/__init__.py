@@ -1,0 +1,1 @@
+"""The command line of LoraFleet: what a user types beside kubectl."""

@@ -1,0 +1,88 @@
+"""`lorafleet convert FILE`: an AdapterRun from miles' adapter.yaml. Every key that is not taken over is named."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
+
+from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
+from lorafleet_api.v1alpha1.names import API_VERSION, RUN_KIND
+from lorafleet_cli.errors import CliError
+
+_RENAMED = {"metadata": "sampleMetadata"}
+_EXPLAINED = {
+    "save": "checkpoints go to the pool's storage, under NAMESPACE/NAME/UID",
+    "load": "a run resumes from its own checkpoints; to start from another adapter set initFrom",
+    "rm_url": "remote rewards are not in this version; use rmType or customRmPath",
+    "dropout": "adapters train without dropout",
+}
+
+
+class Unusable(CliError):
+    """The file cannot become an AdapterRun at all."""
+
+
+def convert(path: Path, name: str | None, pool: str) -> tuple[str, list[str]]:
+    """The manifest as YAML, and a warning for each key that was left out.
+
+    Args:
+        path: miles' adapter.yaml.
+        name: of the AdapterRun; from the file (its `name`, else its own name) when None.
+        pool: name of the AdapterPool.
+
+    Raises:
+        Unusable: no mapping, or values that no AdapterRun can have.
+    """
+    given = _read(path)
+    warnings: list[str] = []
+    spec: dict[str, Any] = {"poolRef": {"name": pool}}
+    fields = {to_camel(field) for field in AdapterRunSpec.model_fields}
+    chosen = name or str(given.pop("name", None) or path.stem)
+    given.pop("name", None)
+    for key, value in given.items():
+        field = _RENAMED.get(key) or to_camel(key)
+        if field not in fields or field == "poolRef":
+            why = _EXPLAINED.get(key, "an AdapterRun has no such field")
+            warnings.append(f"warning: {key}: {value}: not taken over: {why}")
+        elif value is not None:
+            spec[field] = _camel(value) if field not in ("sampleMetadata", "data") else value
+    if "numStep" in spec and spec.pop("numEpoch", None) is not None:
+        warnings.append("warning: num_epoch: not taken over: num_step wins, as in miles")
+    _check(path, spec)
+    usable = _kubernetes_name(chosen)
+    if usable != chosen:
+        warnings.append(f"warning: name: {chosen}: no Kubernetes name, so it is {usable}")
+    manifest = {"apiVersion": API_VERSION, "kind": RUN_KIND, "metadata": {"name": usable}, "spec": spec}
+    return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True), warnings
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise Unusable("file", path, f"it cannot be read ({error}); give a miles adapter.yaml") from error
+    if not isinstance(loaded, dict):
+        raise Unusable("file", path, "it holds no mapping; give a miles adapter.yaml, with keys as data and rank")
+    return {str(key): value for key, value in loaded.items()}
+
+
+def _check(path: Path, spec: dict[str, Any]) -> None:
+    try:
+        AdapterRunSpec.model_validate(spec)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "rm_type, custom_rm_path"
+        value = "missing" if first["type"] == "missing" else first["input"]
+        shown = path if not first["loc"] else value
+        raise Unusable(field, shown, f"{first['msg']}; correct it in {path}") from error
+
+
+def _camel(value: Any) -> Any:
+    return {to_camel(str(k)): _camel(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _kubernetes_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9.-]+", "-", text.lower()).strip("-.")[:253] or "run"

@@ -1,0 +1,293 @@
+"""Reads AdapterRuns, AdapterPools and Secrets through the user's kubeconfig, and watches runs. Writes nothing.
+
+Called by the commands. Everything that can go wrong comes out as a CliError.
+"""
+
+import asyncio
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import yaml
+
+from lorafleet_api.v1alpha1.names import API_VERSION, POOL_PLURAL, RUN_PLURAL
+from lorafleet_cli.errors import CliError, Forbidden, Unavailable
+
+Object = dict[str, Any]
+
+_TIMEOUT_SECONDS = 10.0
+_WATCH_SECONDS = 30
+_RETRY_SECONDS = 1.0
+_PAUSE_SECONDS = 0.1  # between two watches, should a proxy end each at once
+_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Which cluster, as whom, and where: kubectl's options."""
+
+    kubeconfig: Path | None = None
+    context: str | None = None
+    namespace: str | None = None
+
+
+class Api(Protocol):
+    """What is used of kr8s' client."""
+
+    auth: Any
+
+    def call_api(self, method: str, **arguments: Any) -> Any:
+        """One request, as an async context manager over an httpx.Response."""
+        ...
+
+
+class Kube:
+    """A cluster, in the namespace that the user means.
+
+    Args:
+        api: kr8s' client.
+        namespace: the user's.
+    """
+
+    def __init__(self, api: Api, namespace: str) -> None:
+        self.api = api
+        self.namespace = namespace
+
+    async def runs(self, *, everywhere: bool = False) -> list[Object]:
+        """AdapterRuns of the namespace, or of all of them; by name."""
+        return await self._list(RUN_PLURAL, None if everywhere else self.namespace)
+
+    async def pools(self, *, everywhere: bool = False) -> list[Object]:
+        """AdapterPools, likewise."""
+        return await self._list(POOL_PLURAL, None if everywhere else self.namespace)
+
+    async def run(self, name: str) -> Object:
+        """One AdapterRun.
+
+        Raises:
+            CliError: it does not exist; the text suggests names that are near.
+        """
+        found = await self._get(API_VERSION, RUN_PLURAL, self.namespace, name)
+        if found is not None:
+            return found
+        raise unknown_run(name, self.namespace, [r["metadata"]["name"] for r in await self.runs()])
+
+    async def pool(self, name: str, namespace: str) -> Object:
+        """One AdapterPool.
+
+        Raises:
+            CliError: it does not exist.
+        """
+        found = await self._get(API_VERSION, POOL_PLURAL, namespace, name)
+        if found is None:
+            raise CliError("poolRef", f"{namespace}/{name}", "there is no such AdapterPool; create it, or mend poolRef")
+        return found
+
+    async def pool_of(self, run: Object) -> Object:
+        """The pool that a run names."""
+        ref = run["spec"]["poolRef"]
+        return await self.pool(ref["name"], ref.get("namespace") or run["metadata"]["namespace"])
+
+    async def secret(self, name: str, namespace: str) -> dict[str, str] | None:
+        """The data of a Secret, still in base64; None where there is none."""
+        found = await self._get("v1", "secrets", namespace, name)
+        return None if found is None else found.get("data") or {}
+
+    async def service(self, name: str, namespace: str) -> Object | None:
+        """One Service; None where there is none."""
+        return await self._get("v1", "services", namespace, name)
+
+    async def pods(self, labels: dict[str, str], namespace: str) -> list[Object]:
+        """Pods with these labels."""
+        params = {"labelSelector": ",".join(f"{key}={value}" for key, value in labels.items())}
+        async with self._calling("list pods", namespace):
+            found = await self._read(version="v1", url="pods", namespace=namespace, params=params)
+        return list(found["items"])
+
+    async def watch(self, name: str | None) -> AsyncIterator[tuple[list[Object], str | None]]:
+        """Runs of the namespace (or the one run) whenever one changes, for ever.
+
+        Yields the runs, and what keeps us from hearing news (None while we hear). Only the first reading may raise.
+        """
+        field = None if name is None else f"metadata.name={name}"
+        runs: dict[str, Object] = {}
+        first = True
+        while True:
+            try:
+                version, items = await self._listing(RUN_PLURAL, self.namespace, field)
+                runs = {item["metadata"]["uid"]: item for item in items}
+                yield _sorted(runs), None
+                first = False
+                async for kind, item in self._events(version, field):
+                    if kind == "DELETED":
+                        runs.pop(item["metadata"]["uid"], None)
+                    else:
+                        runs[item["metadata"]["uid"]] = item
+                    yield _sorted(runs), None
+                await asyncio.sleep(_PAUSE_SECONDS)
+            except Unavailable as error:
+                if first:
+                    raise
+                yield _sorted(runs), str(error)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _events(self, version: str, field: str | None) -> AsyncIterator[tuple[str, Object]]:
+        """Changes since a version, until the server ends the watch."""
+        params = {"watch": "1", "resourceVersion": version, "timeoutSeconds": str(_WATCH_SECONDS)}
+        if field is not None:
+            params["fieldSelector"] = field
+        timeout = httpx.Timeout(_TIMEOUT_SECONDS, read=_WATCH_SECONDS + _TIMEOUT_SECONDS)
+        call = {"version": API_VERSION, "url": RUN_PLURAL, "namespace": self.namespace, "params": params}
+        async with self._calling(f"watch {RUN_PLURAL}", self.namespace):
+            async with self.api.call_api("GET", stream=True, timeout=timeout, **call) as response:
+                async for line in response.aiter_lines():
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":  # the version is too old: list again
+                        return
+                    if event["type"] != "BOOKMARK":
+                        yield event["type"], event["object"]
+
+    async def _get(self, version: str, plural: str, namespace: str, name: str) -> Object | None:
+        try:
+            async with self._calling(f"get {plural}/{name}", namespace):
+                return await self._read(version=version, url=f"{plural}/{name}", namespace=namespace)
+        except _NotFound:
+            return None
+
+    async def _list(self, plural: str, namespace: str | None) -> list[Object]:
+        _, items = await self._listing(plural, namespace, None)
+        return sorted(items, key=lambda i: (i["metadata"]["namespace"], i["metadata"]["name"]))
+
+    async def _listing(self, plural: str, namespace: str | None, field: str | None) -> tuple[str, list[Object]]:
+        call: dict[str, Any] = {"version": API_VERSION, "url": plural, "namespace": namespace}
+        if field is not None:
+            call["params"] = {"fieldSelector": field}
+        try:
+            async with self._calling(f"list {plural}", namespace):
+                found = await self._read(**call)
+        except _NotFound as error:
+            text = "this cluster does not know lorafleet.dev/v1alpha1; install its CRDs, or choose another --context"
+            raise CliError("API server", self.api.auth.server, text) from error
+        return found["metadata"]["resourceVersion"], found["items"]
+
+    async def _read(self, **call: Any) -> Object:
+        async with self.api.call_api("GET", timeout=_TIMEOUT_SECONDS, **call) as response:
+            found: Object = response.json()
+            return found
+
+    @asynccontextmanager
+    async def _calling(self, what: str, namespace: str | None) -> AsyncIterator[None]:
+        """Turns what kr8s and httpx raise into a CliError, or into _NotFound."""
+        import kr8s
+
+        server = self.api.auth.server
+        try:
+            yield
+        except kr8s.ServerError as error:
+            status = None if error.response is None else error.response.status_code
+            where = f"{what} in namespace {namespace}" if namespace else f"{what} in all namespaces"
+            if status == httpx.codes.NOT_FOUND:
+                raise _NotFound from error
+            if status == httpx.codes.FORBIDDEN:
+                text = "you may not; ask for the role lorafleet-view there, or choose another --namespace or --context"
+                raise Forbidden("permission", where, text) from error
+            if status == httpx.codes.UNAUTHORIZED:
+                raise CliError(
+                    "credentials", server, "they are refused; log in again, or mend the kubeconfig"
+                ) from error
+            if status is not None and status < httpx.codes.INTERNAL_SERVER_ERROR:
+                raise CliError("API server", where, f"it refuses: {error}") from error
+            raise Unavailable("API server", server, f"it fails ({error}); try again in a minute") from error
+        except (httpx.TransportError, kr8s.APITimeoutError, OSError) as error:
+            why = str(error) or type(error).__name__
+            text = f"it does not answer ({why}); start it, or mend the kubeconfig"
+            raise Unavailable("API server", server, text) from error
+
+
+class _NotFound(Exception):
+    """404."""
+
+
+def unknown_run(name: str, namespace: str, known: list[str]) -> CliError:
+    """The error of a name that is not there, with names that are near, or all of a few."""
+    near = get_close_matches(name, known, n=3, cutoff=0.5) or (sorted(known) if len(known) <= 5 else [])
+    fix = f"did you mean {' or '.join(near)}?" if near else "see `lorafleet status`, or choose another --namespace"
+    return CliError("run", name, f"there is no such AdapterRun in namespace {namespace}; {fix}")
+
+
+def _sorted(runs: dict[str, Object]) -> list[Object]:
+    return sorted(runs.values(), key=lambda r: (r["metadata"]["creationTimestamp"], r["metadata"]["name"]))
+
+
+@asynccontextmanager
+async def connect(access: Access) -> AsyncIterator[Kube]:
+    """The cluster of the kubeconfig, until the block ends.
+
+    Raises:
+        CliError: no usable kubeconfig, or the API server is away.
+    """
+    _check_files(access)
+    _spare_loopback_the_proxy()
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="lorafleet-") as folder:
+        tempfile.tempdir = folder  # kr8s leaves the client's key in a temporary file
+        try:
+            api = await _open(access)
+            yield Kube(api, access.namespace or _namespace(api))
+        finally:
+            tempfile.tempdir = before
+
+
+async def _open(access: Access) -> Any:
+    import kr8s.asyncio
+
+    config = None if access.kubeconfig is None else str(access.kubeconfig)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of API servers newer than itself
+            return await kr8s.asyncio.api(kubeconfig=config, context=access.context)
+    except kr8s.ServerError as error:
+        raise CliError("API server", _shown(access), f"it refuses: {error}; log in again, or mend the file") from error
+    except (httpx.TransportError, kr8s.APITimeoutError) as error:
+        text = f"its API server does not answer ({error}); start it, or choose another --context"
+        raise Unavailable("kubeconfig", _shown(access), text) from error
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError, yaml.YAMLError) as error:
+        raise CliError("kubeconfig", _shown(access), f"it is not usable ({error}); mend it") from error
+
+
+def _namespace(api: Any) -> str:
+    """The context's namespace; kr8s itself takes that of the current context, whatever --context says."""
+    if not api.auth.active_context:
+        return str(api.auth.namespace)
+    context = api.auth.kubeconfig.get_context(api.auth.active_context)
+    return str(context.get("namespace") or "default")
+
+
+def _check_files(access: Access) -> None:
+    if access.kubeconfig is not None:
+        paths = [access.kubeconfig]
+    else:
+        paths = [Path(p).expanduser() for p in os.environ.get("KUBECONFIG", "~/.kube/config").split(":") if p]
+        if _SERVICE_ACCOUNT.exists():
+            return
+    if not any(path.is_file() for path in paths):
+        text = "there is no such file; set KUBECONFIG, or pass --kubeconfig (after `make up`: .lorafleet/kubeconfig)"
+        raise CliError("kubeconfig", ":".join(map(str, paths)), text)
+
+
+def _shown(access: Access) -> str:
+    return str(access.kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config"))
+
+
+def _spare_loopback_the_proxy() -> None:
+    """As kubectl does: what runs on this machine is not asked for through HTTPS_PROXY."""
+    already = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, [already, "localhost,127.0.0.1,::1"]))
