@@ -1,10 +1,13 @@
 """Where things lie on shared storage. Imports no torch; the trainer writes checkpoints, this module names them."""
 
+import errno
 import glob
 import json
 import os
 import re
+import stat
 from pathlib import Path
+from typing import Any
 
 from lorafleet_runtime.errors import ConfigError
 
@@ -49,6 +52,25 @@ def inside(root: Path, path: str | Path) -> Path:
     return resolved
 
 
+def read_regular(path: Path, limit: int = -1) -> bytes:
+    """The bytes of a regular file. A named pipe or a device would keep the reading thread for ever.
+
+    Args:
+        path: what to read.
+        limit: most bytes read; -1 is all.
+
+    Raises:
+        OSError: it cannot be read; strerror says why.
+    """
+    # Not blocking, so that opening a pipe returns; checked on the open file, so that it cannot be swapped meanwhile.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    with open(descriptor, "rb") as file:
+        return file.read(limit)
+
+
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """Whole checkpoints, oldest first: (step, path). One that was set aside counts where step_N itself is not whole."""
     return sorted({step: path for step, path in step_directories(directory) if is_whole(path)}.items())
@@ -73,6 +95,18 @@ def step_directories(directory: Path) -> list[tuple[int, Path]]:
     return [(int(match[2]), path) for match, path in found]
 
 
+def step_of(path: Path) -> int:
+    """N of a step_N or .old-step_N directory.
+
+    Raises:
+        ValueError: it has another name.
+    """
+    match = _STEP.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is no step_N directory")
+    return int(match[2])
+
+
 def is_whole(path: Path) -> bool:
     """Whether every file of a checkpoint is there at the size that its state.json says; reads no tensors."""
     try:
@@ -90,17 +124,44 @@ def next_boot_epoch(root: Path, pool: str) -> int:
     Raises:
         ConfigError: storage cannot be written.
     """
-    directory = root / ".lorafleet" / pool
-    path = directory / "boot.json"
+    path = pool_directory(root, pool) / "boot.json"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         epoch = 1 + (int(json.loads(path.read_text())["bootEpoch"]) if path.exists() else 0)
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            json.dump({"bootEpoch": epoch}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_durably(path, {"bootEpoch": epoch})
     except OSError as error:
         raise ConfigError(f"storageRoot: {root} cannot be written ({error}); mount a writable volume") from error
     return epoch
+
+
+def pool_directory(root: Path, pool: str) -> Path:
+    """`{root}/.lorafleet/{pool}`: what outlives a runtime and belongs to no run. `pool` is {namespace}-{name}."""
+    return root / ".lorafleet" / pool
+
+
+def write_durably(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON file so that after any crash either the old or the new content is there, whole.
+
+    Raises:
+        OSError: nothing has changed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        with temporary.open("w") as file:
+            json.dump(document, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename or removal in this directory durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -115,6 +115,8 @@ class PromptGroup:
     samples: tuple[Sample, ...]
     texts: tuple[str, ...] = ()
     """Decoded responses, for people."""
+    prompt: str = ""
+    """The prompt as the model read it, for people."""
 
     @property
     def is_constant(self) -> bool:
@@ -143,6 +145,8 @@ class RunFault:
     """A reason of lorafleet_api.v1alpha1.reasons."""
     message: str
     """Names the field, the value and the fix."""
+    detail: str = ""
+    """More for the run's own log, as a traceback."""
 
 
 @dataclass(frozen=True, slots=True)

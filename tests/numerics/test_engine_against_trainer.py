@@ -5,7 +5,7 @@ from pathlib import Path
 import ray
 
 from lorafleet_runtime.trainer.rank import TrainerRank
-from lorafleet_runtime.types import PromptGroup, RunFault, Sample, SamplingParams, VersionId
+from lorafleet_runtime.types import Cursor, PromptGroup, RunFault, Sample, SamplingParams, VersionId
 from support.engine_actor import EngineUnderTest
 from support.trainer import load, make_rank
 
@@ -40,7 +40,7 @@ def test_two_runs_agree_with_the_engine_before_and_after_a_step(engine: EngineUn
             assert stats.mismatch_max <= TOLERANCE, (stats.uid, n)
         digests |= {rank.export(uid)[0].digest for uid in ("a", "b")}
         for uid in ("a", "b"):
-            assert not isinstance(rank.step(uid), RunFault)
+            assert not isinstance(rank.step(uid, Cursor()), RunFault)
     assert len(digests) == 4  # the steps moved the weights
 
 
@@ -49,6 +49,6 @@ def test_a_stale_version_shows_as_a_mismatch(engine: EngineUnderTest, tmp_path: 
     load(rank, "a", seed=1)
     group = _sampled(engine, rank, "a", 1)
     rank.accumulate([group])
-    assert not isinstance(rank.step("a"), RunFault)
+    assert not isinstance(rank.step("a", Cursor()), RunFault)
     [stats] = rank.accumulate([group]).stats
     assert stats.mismatch_max > 100 * TOLERANCE

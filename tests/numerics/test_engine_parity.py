@@ -51,7 +51,7 @@ def test_a_small_rank_with_other_alpha_and_fewer_projections_agrees_with_peft(en
 
 
 def test_rank_stabilised_scaling_agrees_with_peft(engine: EngineUnderTest) -> None:
-    """The scale is alpha / sqrt(rank): twice the plain one at rank 4."""
+    """Case 6 (vllm-project/vllm#55545): the scale is alpha / sqrt(rank), twice the plain one at rank 4."""
     plain = engine.adapter(seed=2, rank=4, alpha=8)
     stabilised = RandomAdapter(*pack(plain.tensors, 4, 8, plain.manifest.target_modules, rslora=True), plain.tensors)
     version = engine.publish("a", 1, stabilised)
@@ -92,6 +92,7 @@ def test_the_next_version_never_serves_old_weights_or_an_old_prompt_cache(engine
 
 
 def test_bad_adapters_leave_a_request_in_flight_bit_identical(engine: EngineUnderTest) -> None:
+    """Case 7 (vllm-project/vllm#4879): one adapter that cannot be loaded failed every request."""
     good = engine.publish("good", 1, engine.adapter(seed=1))
     # One sequence: those of n > 1 may enter the batch in different steps and then differ in the last bit anyway.
     long = SamplingParams(n=1, temperature=0.0, top_p=1.0, max_tokens=400)
@@ -115,7 +116,10 @@ def test_bad_adapters_leave_a_request_in_flight_bit_identical(engine: EngineUnde
 
 
 def test_generation_config_does_not_bend_sampling(engine: EngineUnderTest) -> None:
-    """An on-policy sampler draws from the whole distribution and reports its probabilities."""
+    """Case 8 (NVIDIA-NeMo/RL#3497): unset fields came from the model's generation_config.json.
+
+    An on-policy sampler draws from the whole distribution and reports its probabilities.
+    """
     params = SamplingParams(n=64, temperature=1.0, top_p=1.0, max_tokens=1, seed=3)
     completions = engine.generate(None, PROMPT, params)
     logprobs = reference_logprobs(engine.model, None, PROMPT, [0])[0]

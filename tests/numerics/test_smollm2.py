@@ -15,7 +15,7 @@ from lorafleet_local.tasks import chat
 from lorafleet_runtime.engines.actor import create_engine
 from lorafleet_runtime.engines.settings import engine_config
 from lorafleet_runtime.trainer.rank import TrainerRank
-from lorafleet_runtime.types import PromptGroup, RunFault, Sample, SamplingParams, VersionId
+from lorafleet_runtime.types import Cursor, PromptGroup, RunFault, Sample, SamplingParams, VersionId
 from support.engine_actor import EngineUnderTest
 from support.trainer import make_rank, make_request
 
@@ -66,4 +66,4 @@ def test_trainer_and_sampler_agree_on_smollm2(smollm2: Any, tmp_path: Path) -> N
         assert stats.mismatch_tokens > 30
         assert stats.mismatch_sum / stats.mismatch_tokens <= 1e-4, n
         assert stats.mismatch_max <= 1e-3, n
-        assert not isinstance(rank.step("a"), RunFault)
+        assert not isinstance(rank.step("a", Cursor()), RunFault)

@@ -63,10 +63,11 @@ class _Method:
 
 
 class FakeTrainer:
-    """Counts groups and steps; keeps checkpoints in `disk`, which outlives it."""
+    """Counts groups and steps; keeps checkpoints in `disk` and snapshots in `node`, which outlive it."""
 
-    def __init__(self, disk: dict[str, tuple[int, Cursor]]) -> None:
+    def __init__(self, disk: dict[str, tuple[int, Cursor]], node: dict[str, tuple[int, Cursor]]) -> None:
         self.disk = disk
+        self.node = node
         self.loaded: dict[str, list[int]] = {}
         """uid -> [slot, step, accumulated groups]"""
         self.trained: list[tuple[str, int, int]] = []
@@ -82,7 +83,8 @@ class FakeTrainer:
         return {slot: uid for uid, (slot, _, _) in self.loaded.items()}
 
     def load(self, request: LoadRequest) -> Loaded:
-        step, cursor = self.disk.get(request.uid, (0, Cursor()))
+        stored = [place[request.uid] for place in (self.disk, self.node) if request.uid in place]
+        step, cursor = max(stored, key=lambda state: state[0], default=(0, Cursor()))
         self.loaded[request.uid] = [request.slot, step, 0]
         return Loaded(request.uid, step, cursor)
 
@@ -100,10 +102,11 @@ class FakeTrainer:
             stats.append(RunBatchStats(uid, len(mine), 2 * len(mine), 4, 0.1, 0.1, 4, 0.0))
         return BatchResult(tuple(stats), tuple(faults), 0.01, 8)
 
-    def step(self, uid: str) -> StepResult:
+    def step(self, uid: str, cursor: Cursor) -> StepResult:
         entry = self.loaded[uid]
         entry[1] += 1
         entry[2] = 0
+        self.node[uid] = (entry[1], cursor)
         return StepResult(uid, entry[1], 1e-3, 0.5)
 
     def export(self, uid: str) -> Manifest:
@@ -117,8 +120,14 @@ class FakeTrainer:
         self.disk[uid] = (step, cursor)
         return Artifact(f"{directory}/step_{step}", step, "digest")
 
-    def drop(self, uid: str) -> None:
+    def drop(self, uid: str, keep_snapshot: bool = False) -> None:
         self.loaded.pop(uid, None)
+        if not keep_snapshot:
+            self.node.pop(uid, None)
+
+    def retain(self, uids: list[str]) -> None:
+        for uid in self.node.keys() - set(uids):
+            del self.node[uid]
 
 
 class FakeEngine:

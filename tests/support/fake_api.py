@@ -35,6 +35,7 @@ class FakeApi:
         """Kind, ADDED or MODIFIED or DELETED, object: what a watch would tell."""
         self.status_refusal: Object | None = None
         """Body of a 422 for the next status write."""
+        self.lease: Object | None = None
         self._version = 100
 
     def client(self) -> KubeClient:
@@ -98,6 +99,8 @@ class FakeApi:
         if path.endswith("/events"):
             self.events.append(body)
             return httpx.Response(201, json=body)
+        if path.startswith("/apis/coordination.k8s.io/v1/"):
+            return self._lease(request.method, body)
         secret = re.fullmatch(r"/api/v1/namespaces/([^/]+)/secrets/([^/]+)", path)
         if secret:
             data = self.secrets.get((secret[1], secret[2]))
@@ -116,6 +119,23 @@ class FakeApi:
         if request.method == "DELETE":
             self.delete(kind, namespace, name)
         return httpx.Response(200, json=obj)
+
+    def _lease(self, method: str, body: Object) -> httpx.Response:
+        """The one Lease that operators take."""
+        if method == "POST":
+            if self.lease is not None:
+                return _error(409, "already exists", "AlreadyExists")
+            self.lease = copy.deepcopy(body)
+        elif self.lease is None:
+            return _error(404, "leases lorafleet-operator not found")
+        elif method == "PATCH":
+            if body["metadata"]["resourceVersion"] != self.lease["metadata"]["resourceVersion"]:
+                return _error(409, "the object has been modified", "Conflict")
+            self.lease["spec"] = _merge(self.lease["spec"], body["spec"])
+        if method != "GET":
+            self._version += 1
+            self.lease["metadata"]["resourceVersion"] = str(self._version)
+        return httpx.Response(200, json=self.lease)
 
     def _list(self, kind: str, namespace: str | None) -> httpx.Response:
         found = [o for (k, ns, _), o in self.objects.items() if k == kind and namespace in (None, ns)]

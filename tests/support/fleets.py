@@ -28,6 +28,7 @@ class World:
     fleet: Fleet
     registry: Registry
     disk: dict[str, tuple[int, Cursor]]
+    node: dict[str, tuple[int, Cursor]] = field(default_factory=dict)
     trainers: list[Handle] = field(default_factory=list)
     engines: list[Handle] = field(default_factory=list)
     workers: list[Handle] = field(default_factory=list)
@@ -87,7 +88,7 @@ def build_world(tmp_path: Path, **pool_changes: Any) -> World:
     world: World
 
     def trainer() -> Handle:
-        fake = FakeTrainer(world.disk)
+        fake = FakeTrainer(world.disk, world.node)
         world.configure_trainer(fake)
         world.trainers.append(Handle(fake))
         return world.trainers[-1]

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from lorafleet_operator.controller import Controller, run_workers
+from lorafleet_operator.errors import ApiUnavailable
 from lorafleet_operator.pool.client import RuntimeClient
 from lorafleet_operator.pool.links import Links
 from lorafleet_operator.queue import KeyedQueue
@@ -39,9 +40,11 @@ class Killed(BaseException):
 class World:
     """Everything that a scenario needs."""
 
-    def __init__(self, settings: Settings = SETTINGS, pool: Object | None = None, **runtime: Any) -> None:
-        self.api = FakeApi()
-        self.runtime = FakeRuntime(**runtime)
+    def __init__(
+        self, settings: Settings = SETTINGS, pool: Object | None = None, beside: "World | None" = None, **runtime: Any
+    ) -> None:
+        self.api = FakeApi() if beside is None else beside.api
+        self.runtime = FakeRuntime(**runtime) if beside is None else beside.runtime
         self.settings = settings
         self.starts = 0
         self.calls = 0
@@ -54,6 +57,9 @@ class World:
         self._supervisor: asyncio.Task[None] | None = None
         self._store = Store()
         self._queue: KeyedQueue[Key] = KeyedQueue()
+        if beside is not None:
+            self.api.on_change = lambda *change: (beside._watch(*change), self._watch(*change))[0]
+            return
         self.api.on_call = lambda method, path: self._tick("before")
         self.api.on_answer = lambda method, path: self._tick("after")
         self.api.on_change = self._watch
@@ -110,6 +116,11 @@ class World:
                 self._queue.add(run)
         self._news.set()
 
+    def _may_write(self) -> None:
+        """As in the process: a fenced operator writes nothing more."""
+        if self.fenced:
+            raise ApiUnavailable("fenced")
+
     def _tick(self, phase: str) -> None:
         self._news.set()
         if phase == "before":
@@ -135,6 +146,7 @@ class World:
 
     async def _operate(self) -> None:
         kube = self.api.client()
+        kube.may_write = self._may_write
         self.links = Links(self._store, self._queue, kube, self.settings, self.fenced.append, self._open)
         controller = Controller(self._store, self._queue, kube, self.settings, self.links)
         try:

@@ -37,9 +37,7 @@ def run_spec(**changes: Any) -> dict[str, Any]:
 
 def put(registry: Registry, uid: str, *, created: float = 0.0, generation: int = 1, **changes: Any) -> None:
     """PUT a run named after its uid."""
-    registry.put(
-        uid, run_spec(**changes), namespace="team", name=f"run-{uid}", generation=generation, created=created
-    )
+    registry.put(uid, run_spec(**changes), namespace="team", name=f"run-{uid}", generation=generation, created=created)
 
 
 DATASET = DatasetInfo(rows=10, skipped=0, digest="d")
@@ -57,5 +55,5 @@ def activate(registry: Registry, uid: str, step: int = 0) -> None:
     put(registry, uid)
     registry.checked(uid, DATASET)
     registry.assign()
-    registry.loaded(Loaded(uid, step, Cursor()))
+    registry.loaded(Loaded(uid, step, Cursor()), now=99.0)
     registry.published(uid, 1, now=100.0)

@@ -88,7 +88,7 @@ def gradient(rank: TrainerRank, uid: str) -> Tensor:
 def train_step(rank: TrainerRank, uid: str, groups: list[PromptGroup]) -> StepResult:
     """Accumulate and step; fails the test on a fault."""
     assert not rank.accumulate(groups).faults
-    result = rank.step(uid)
+    result = rank.step(uid, Cursor())
     assert not isinstance(result, RunFault), result
     return result
 

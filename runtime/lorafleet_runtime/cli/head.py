@@ -1,4 +1,7 @@
-"""The supervisor: starts the Ray head, runs `serve`, and starts it again when it dies, without taking Ray down."""
+"""The supervisor: starts the Ray head, runs `serve`, and starts it again when it dies, without taking Ray down.
+
+One that is started in the place of a killed one first ends what that left behind (predecessor.py).
+"""
 
 import contextlib
 import json
@@ -16,6 +19,7 @@ from types import FrameType
 
 import psutil
 
+from lorafleet_runtime.cli.predecessor import end_predecessor, end_tree, identity
 from lorafleet_runtime.config.config import RuntimeConfig
 from lorafleet_runtime.errors import ConfigError
 
@@ -43,11 +47,12 @@ def supervise(config_path: Path, config: RuntimeConfig) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    end_predecessor(config.state_file, _STOP_SECONDS)
     ray_head, address = _start_ray(config)
     try:
         return _keep_serving(config_path, config, ray_head, address, stop)
     finally:
-        _stop(ray_head, "the Ray head")
+        _stop(ray_head)
 
 
 def _keep_serving(
@@ -58,15 +63,15 @@ def _keep_serving(
     while True:
         started = time.monotonic()
         serve = subprocess.Popen([*command, "--ray-address", address])
-        _write_state(config, ray_head.pid, serve.pid, address)
+        _write_state(config, address, ray=ray_head.pid, serve=serve.pid)
         while serve.poll() is None and ray_head.poll() is None and not stop.is_set():
             stop.wait(0.2)
         if stop.is_set():
-            _stop(serve, "serve")
+            _stop(serve)
             return 0
         if ray_head.poll() is not None:
             log.error("the Ray head exited with %s; this supervisor ends too", ray_head.returncode)
-            _stop(serve, "serve")
+            _stop(serve)
             return 1
         if serve.returncode == 2:
             return 2
@@ -87,6 +92,8 @@ def _start_ray(config: RuntimeConfig) -> "tuple[subprocess.Popen[bytes], str]":
         f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false",
         f"--ray-client-server-port={_free_port()}", f"--dashboard-agent-listen-port={_free_port()}",
         f"--object-store-memory={config.object_store_bytes}",
+        # Ports that workers bind at random: Ray's default range starts at 10002 for every head of a machine.
+        "--min-worker-port=0", "--max-worker-port=0",
     ]  # fmt: skip
     if config.local_resources:
         command.append("--num-cpus=0")
@@ -97,48 +104,35 @@ def _start_ray(config: RuntimeConfig) -> "tuple[subprocess.Popen[bytes], str]":
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # Nothing in Ray outlives a stop: checkpoints are on storage, so draining would only make the stop slow.
     process = subprocess.Popen(command, env=os.environ | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"})
+    _write_state(config, f"{host}:{port}", ray=process.pid)
     deadline = time.monotonic() + 60
     while not _listens(host, port):
         if process.poll() is not None or time.monotonic() > deadline:
-            _stop(process, "the Ray head")
+            _stop(process)
             raise ConfigError(f"the Ray head did not start on {host}:{port}; its output above says why")
         time.sleep(0.1)
     return process, f"{host}:{port}"
 
 
-def _write_state(config: RuntimeConfig, ray_pid: int, serve_pid: int, address: str) -> None:
+def _write_state(config: RuntimeConfig, address: str, **pids: int) -> None:
     if config.state_file is None:
         return
-    state = {"headPid": os.getpid(), "rayPid": ray_pid, "servePid": serve_pid, "rayAddress": address}
+    state = {"rayAddress": address, "head": identity(os.getpid()), **{name: identity(p) for name, p in pids.items()}}
     temporary = config.state_file.with_suffix(".tmp")
     temporary.write_text(json.dumps(state))
     temporary.replace(config.state_file)
 
 
-def _stop(process: "subprocess.Popen[bytes]", what: str) -> None:
-    """SIGTERM, then SIGKILL for it and for every descendant that it leaves behind."""
-    try:
-        tree = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        tree = []
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            log.warning("%s did not stop in %.0f s; killing it", what, _STOP_SECONDS)
-            process.kill()
-            process.wait()
-    _, left = psutil.wait_procs(tree, timeout=1.0)
-    for child in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(left, timeout=_STOP_SECONDS)
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """End the process and every descendant that it leaves behind."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        end_tree(psutil.Process(process.pid), _STOP_SECONDS)
+    process.wait()
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))  # on every address, as Ray's servers do
         return int(probe.getsockname()[1])
 
 

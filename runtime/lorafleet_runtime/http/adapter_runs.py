@@ -1,30 +1,28 @@
 """miles' /adapter_runs routes, for users of miles: same meanings and codes, without the operator.
 
-A POST without a free slot is 409: only operator-owned runs queue. Names are checked whole, so a trailing newline or a
-run called `state` is refused.
+What is the same and what differs: docs/adapter_runs.md. Rules and files are `loop/api_runs.py`'s; here are only bodies
+and codes.
 """
 
-import re
-import time
-import uuid
+import asyncio
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict
-from pydantic.alias_generators import to_camel
 from starlette.exceptions import HTTPException
 
-from lorafleet_runtime.loop.fleet_view import FleetView
-from lorafleet_runtime.registry.admission import SpecProblem
+from lorafleet_runtime.loop.api_runs import ApiRuns, Refused
 from lorafleet_runtime.registry.run import TERMINAL, Run
+from lorafleet_runtime.storage import inside
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
-_NAMESPACE = "api"
-_RESERVED = frozenset({".", "..", "state"})
 _STATES = {"QUEUED": "PENDING", "FAILED": "COMPLETED", "SUSPENDED": "COMPLETED"}
 """Our states that miles does not have, by the nearest that it has."""
+
+_MAX_YAML_BYTES = 1 << 20
+
+SWITCHED_OFF = "adapter_runs: these routes are off; set adapterRunsApi: true in the runtime's configuration, restart it"
 
 
 class PostRun(BaseModel):
@@ -36,90 +34,112 @@ class PostRun(BaseModel):
     yaml_path: str | None = None
 
 
-def adapter_runs_router(view: FleetView) -> APIRouter:
-    """The routes over one registry."""
-    router = APIRouter(prefix="/adapter_runs")
-    registry = view.registry
+def switched_off_router() -> APIRouter:
+    """Says how the routes are switched on."""
+    router = APIRouter()
 
-    def find(name: str) -> Run:
-        mine = [r for r in registry.runs.values() if r.owner == "api" and r.name == name]
-        if not mine:
-            raise HTTPException(404, f"name: {name!r} is not known here")
-        return max(mine, key=lambda r: r.created)
+    async def off() -> None:
+        """Always 404."""
+        raise HTTPException(404, SWITCHED_OFF)
+
+    for path in ("/adapter_runs", "/adapter_runs/{rest:path}"):
+        router.add_api_route(path, off, methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
+    return router
+
+
+def adapter_runs_router(runs: ApiRuns, storage_root: Path) -> APIRouter:
+    """The routes over the API-owned runs."""
+    router = APIRouter(prefix="/adapter_runs")
 
     @router.post("")
     async def post(body: PostRun) -> dict[str, Any]:
-        """Register a run; it takes a slot at once."""
-        if not _NAME.fullmatch(body.name) or body.name in _RESERVED:
-            raise HTTPException(400, f"name: {body.name!r} is not usable; use letters, digits, '.', '_' and '-'")
-        if any(r.owner == "api" and r.name == body.name and r.state not in TERMINAL for r in registry.runs.values()):
-            raise HTTPException(400, f"name: {body.name!r} is live; DELETE it first or choose another name")
-        if registry.slots().used + registry.slots().queued >= registry.pool.slots:
-            raise HTTPException(409, f"slots: all {registry.pool.slots} are taken; try again when one is free")
-        spec = {to_camel(k): v for k, v in _read(body).items()} | {"poolRef": {"name": "api"}}
-        uid = str(uuid.uuid4())
-        try:
-            registry.put(
-                uid, spec, namespace=_NAMESPACE, name=body.name, generation=1, created=time.time(), owner="api"
-            )
-        except SpecProblem as error:
-            raise HTTPException(400, str(error)) from error
-        return {"name": body.name, "slot": registry.runs[uid].slot}
+        """Register a run; its slot is its own from now on, and its data is checked before it loads."""
+        config = await asyncio.to_thread(_config, body, storage_root)
+        run = await runs.post(body.name, config)
+        return {"name": run.name, "slot": run.slot, "registration_id": run.uid}
 
     @router.get("")
     async def list_runs() -> dict[str, Any]:
         """Every API-owned run."""
-        return {"adapters": [_status(r) for r in registry.runs.values() if r.owner == "api"]}
+        return {"adapters": [_status(runs, run) for run in runs.runs()]}
 
     @router.get("/state")
     async def states(names: Annotated[list[str], Query()]) -> dict[str, Any]:
         """The states of some runs; null for unknown ones."""
-        known = {r.name: r for r in sorted(registry.runs.values(), key=lambda r: r.created) if r.owner == "api"}
-        return {"states": {n: _state(known[n]) if n in known else None for n in names}}
+        found = {name: runs.find(name) for name in names}
+        return {"states": {name: None if run is None else _state(run) for name, run in found.items()}}
 
     @router.get("/{name}")
     async def get(name: str) -> dict[str, Any]:
         """One run, flat."""
-        return _status(find(name))
+        run = runs.find(name)
+        if run is None:
+            raise Refused(404, "name", name, "is not known here; GET /adapter_runs lists what is")
+        return _status(runs, run)
 
     @router.delete("/{name}")
     async def delete(name: str) -> dict[str, str]:
-        """Mark a run for retirement; the record of a finished one stays."""
-        run = find(name)
-        if run.state not in TERMINAL:
-            registry.retire(run.uid, "Cancelled", "Cancelled", "deleted through /adapter_runs", save=True)
-        return {"status": "ok", "name": name}
+        """Mark a run for retirement; the record of an ended one stays."""
+        run = await runs.retire(name)
+        return {"status": "ok", "name": run.name}
 
     return router
 
 
-def _read(body: PostRun) -> dict[str, Any]:
+def _config(body: PostRun, root: Path) -> dict[str, Any]:
     if (body.config is None) == (body.yaml_path is None):
-        raise HTTPException(400, "config, yaml_path: send exactly one")
+        raise Refused(400, "config, yaml_path", None, "send exactly one")
     if body.config is not None:
         return body.config
+    given = str(body.yaml_path)
     try:
-        loaded = yaml.safe_load(Path(str(body.yaml_path)).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise HTTPException(400, f"yaml_path: {body.yaml_path} cannot be read: {error}") from error
+        path = inside(root, given)  # the file is read by the server: only what lies on the pool's storage is the user's
+        if not path.is_file() or path.stat().st_size > _MAX_YAML_BYTES:
+            raise ValueError(f"is no file of at most {_MAX_YAML_BYTES >> 20} MiB on the pool's storage; upload one")
+        loaded = yaml.load(path.read_text(), Loader=_Plain)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise Refused(400, "yaml_path", given, f"cannot be used: {error}") from error
     if not isinstance(loaded, dict):
-        raise HTTPException(400, f"yaml_path: {body.yaml_path} holds no mapping; write the run's fields as a mapping")
+        raise Refused(400, "yaml_path", given, "holds no mapping; write the run's fields as a mapping")
     return loaded
+
+
+class _Plain(yaml.SafeLoader):
+    """YAML without aliases, by which a small file can stand for a huge one."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse an alias.
+
+        Raises:
+            yaml.YAMLError: this is one.
+        """
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read here; write the value out")
+        return super().compose_node(parent, index)
 
 
 def _state(run: Run) -> str:
     return _STATES.get(run.state, run.state)
 
 
-def _status(run: Run) -> dict[str, Any]:
+def _status(runs: ApiRuns, run: Run) -> dict[str, Any]:
+    record = runs.record(run)
+    fields = run.spec.model_dump(mode="json", exclude={"pool_ref", "sample_metadata"})
     return {
+        **fields,
+        "metadata": run.spec.sample_metadata or {},
+        "save": record.save,
+        "alpha": run.spec.lora_alpha,
         "name": run.name,
         "slot": run.slot,
         "state": _state(run),
         "version": None if run.state in TERMINAL else run.weight_version,
         "step": run.step,
+        "start_step": run.start_step,
+        "target_step": run.target_step,
         "accumulated_groups": run.accumulated_groups,
         "registration_id": run.uid,
-        "error": run.message if run.state == "FAILED" else None,
-        **run.spec.model_dump(mode="json", exclude={"pool_ref"}),
+        "error": run.ending.message if run.visible_outcome == "Failed" and run.ending is not None else None,
+        "artifact": None if run.artifact is None else {"path": run.artifact.path, "step": run.artifact.step},
+        "exported_step": record.exported_step,
     }

@@ -2,6 +2,7 @@
 
 import hmac
 import logging
+import math
 from collections.abc import Callable
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -11,8 +12,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 
 from lorafleet_api.v1alpha1.wire import Problem
-from lorafleet_runtime.http.adapter_runs import adapter_runs_router
+from lorafleet_runtime.errors import sendable
+from lorafleet_runtime.http.adapter_runs import adapter_runs_router, switched_off_router
+from lorafleet_runtime.http.records import RecordProblem, records_router
 from lorafleet_runtime.http.v1 import v1_router
+from lorafleet_runtime.loop.api_runs import ApiRuns, Refused
 from lorafleet_runtime.loop.fleet_view import FleetView
 from lorafleet_runtime.registry.admission import SpecProblem
 from lorafleet_runtime.registry.registry import StaleOperator
@@ -21,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def create_app(
-    view: FleetView, token: Callable[[], str], metrics: CollectorRegistry, *, adapter_runs: bool = False
+    view: FleetView, token: Callable[[], str], metrics: CollectorRegistry, *, adapter_runs: ApiRuns | None = None
 ) -> FastAPI:
     """The application.
 
@@ -29,13 +33,14 @@ def create_app(
         view: the registry and the loop's wake-up.
         token: reads the bearer token; called for every request, so that it can be rotated.
         metrics: what /metrics shows.
-        adapter_runs: serve miles' routes too.
+        adapter_runs: serve miles' routes over these runs; None answers that they are off.
     """
     app = FastAPI(title="LoraFleet runtime", version="v1")
     guard = Depends(_bearer(token))
     app.include_router(v1_router(view), dependencies=[guard])
-    if adapter_runs:
-        app.include_router(adapter_runs_router(view), dependencies=[guard])
+    app.include_router(records_router(view.storage_root), dependencies=[guard])
+    miles = switched_off_router() if adapter_runs is None else adapter_runs_router(adapter_runs, view.storage_root)
+    app.include_router(miles, dependencies=[guard])
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str | int]:
@@ -72,6 +77,16 @@ def _problems(app: FastAPI) -> None:
         assert isinstance(error, SpecProblem)
         return problem(422, "Invalid spec", str(error), error.field, error.value, error.fix)
 
+    @app.exception_handler(RecordProblem)
+    async def record_problem(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RecordProblem)
+        return problem(error.status, "No such record", str(error), error.field, error.value, error.fix)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, Refused)
+        return problem(error.status, "Refused", str(error), error.field, error.value, error.fix)
+
     @app.exception_handler(StaleOperator)
     async def stale(_: Request, error: Exception) -> JSONResponse:
         return problem(409, "Newer operator", str(error), field="operatorEpoch", fix="this operator must exit")
@@ -103,6 +118,10 @@ def problem(  # every part of RFC 9457 that we send
     fix: str | None = None,
 ) -> JSONResponse:
     """An RFC 9457 answer."""
-    shown = value if isinstance(value, str | int | float | bool | None) else repr(value)[:200]
-    body = Problem(title=title, status=status, detail=detail, field=field, value=shown, fix=fix)
+    plain = isinstance(value, str | int | bool | None) or (isinstance(value, float) and math.isfinite(value))
+    shown = value if plain else repr(value)[:200]  # NaN is no JSON
+    if isinstance(shown, str):
+        shown = sendable(shown[:200])
+    names = None if field is None else sendable(field)
+    body = Problem(title=title, status=status, detail=sendable(detail), field=names, value=shown, fix=fix)
     return JSONResponse(body.to_wire(), status_code=status, media_type="application/problem+json")

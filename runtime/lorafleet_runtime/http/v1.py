@@ -2,7 +2,7 @@
 
 import re
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse
@@ -19,6 +19,7 @@ from lorafleet_api.v1alpha1.wire import (
 )
 from lorafleet_runtime import __version__
 from lorafleet_runtime.loop.fleet_view import FleetView
+from lorafleet_runtime.registry.registry import Registry
 
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 _SEGMENT = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -73,6 +74,7 @@ def _adapter_routes(router: APIRouter, view: FleetView) -> None:
         """Make a run known, or apply a newer generation of its spec."""
         _check_names(uid, body.namespace, body.name)
         registry.fence(body.operator_epoch)
+        _check_owner(registry, uid)
         registry.put(
             uid,
             body.spec,
@@ -90,6 +92,7 @@ def _adapter_routes(router: APIRouter, view: FleetView) -> None:
         """Take a run away; 202 while anything of it is left, or while nobody has told yet what is held."""
         if epoch is not None:
             registry.fence(epoch)
+        _check_owner(registry, uid)
         forgotten = registry.delete(uid)
         gone = forgotten and registry.listed and registry.presence(uid) == PresenceView()
         return JSONResponse({"gone": gone}, status_code=200 if gone else 202)
@@ -108,6 +111,8 @@ def _adapter_routes(router: APIRouter, view: FleetView) -> None:
             left = deadline - time.monotonic()
             if left <= 0 or not await view.signal.wait(left):
                 break
+        if epoch is not None:
+            registry.fence(epoch)  # a newer operator may have spoken during the wait
         return registry.listing()
 
     @router.get("/adapters/{uid}", response_model_exclude_none=True)
@@ -117,12 +122,12 @@ def _adapter_routes(router: APIRouter, view: FleetView) -> None:
             raise HTTPException(404, f"uid: {uid} is not known here")
         return registry.view(uid)
 
-    @router.get("/adapters/{uid}/samples")
-    async def get_samples(uid: str, step: int | None = None) -> list[dict[str, Any]]:
-        """Recent prompt groups with their responses and rewards."""
-        if uid not in registry.runs:
-            raise HTTPException(404, f"uid: {uid} is not known here")
-        return view.samples(uid, step)
+
+def _check_owner(registry: Registry, uid: str) -> None:
+    run = registry.runs.get(uid)
+    if run is not None and run.owner != "operator":
+        text = f"uid: {uid} is the run {run.name!r} made through /adapter_runs; only DELETE /adapter_runs/NAME ends it"
+        raise HTTPException(409, text)
 
 
 def _check_names(uid: str, namespace: str, name: str) -> None:

@@ -49,7 +49,9 @@ class Actors:
 
     def trainer(self) -> Any:
         """A new trainer rank."""
-        return start_trainer(self._spec, self._model, str(self._config.storage_root), self._config.local_resources)
+        config = self._config
+        pool = f"{config.pool.namespace}-{config.pool.name}"
+        return start_trainer(self._spec, self._model, str(config.storage_root), pool, config.local_resources)
 
     def worker(self, index: int) -> Any:
         """A new rollout worker."""

@@ -6,7 +6,7 @@ the run still needs for its step.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lorafleet_runtime.types import Cursor, PromptGroup
@@ -43,6 +43,10 @@ class Buffers:
     def add(self, group: PromptGroup) -> None:
         """Append a finished group."""
         self._queues.setdefault(group.uid, deque()).append(group)
+
+    def give_back(self, uid: str, groups: Sequence[PromptGroup]) -> None:
+        """Groups that were taken and not trained on: they come first again, in their order."""
+        self._queues.setdefault(uid, deque()).extendleft(reversed(groups))
 
     def count(self, uid: str) -> int:
         """Groups waiting for this run."""
@@ -128,8 +132,9 @@ class CursorTracker:
         self._returned.append(index)
 
     def consume(self, index: int) -> None:
-        """The index is used up: trained on, or dropped for good."""
-        self._consumed.add(index)
+        """The index is used up: trained on, or dropped for good. Twice is fine: a lost batch is trained on again."""
+        if index >= self._low:
+            self._consumed.add(index)
         while self._low in self._consumed:
             self._consumed.remove(self._low)
             self._low += 1

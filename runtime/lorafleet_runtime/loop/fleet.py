@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any
 from lorafleet_runtime.config.config import RuntimeConfig
 from lorafleet_runtime.loop.buffers import Buffers, CursorTracker
 from lorafleet_runtime.loop.engines import EngineSet
+from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.loop.trainer import TrainerHandle
 from lorafleet_runtime.loop.workers import WorkerSet
+from lorafleet_runtime.loop.writer import BackgroundWriter
 from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.registry.run import Run
@@ -21,8 +22,6 @@ from lorafleet_runtime.storage import run_directory
 from lorafleet_runtime.types import Cursor, PromptGroup
 
 log = logging.getLogger(__name__)
-
-_RECENT_GROUPS = 64
 
 
 @dataclass(slots=True)
@@ -36,11 +35,13 @@ class RunState:
     in_flight: int = 0
     in_training: int = 0
     """Groups taken from the buffer whose batch is not committed yet."""
+    taken: list[PromptGroup] = field(default_factory=list)
+    """Groups in training or accumulated since the last step: a trainer that dies has them no more."""
+    save_due: bool = False
+    """The last checkpoint on the way could not be written."""
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     stepping: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights and step_cursor move together, so that a checkpoint sees both or neither."""
-    recent: deque[tuple[int, PromptGroup]] = field(default_factory=lambda: deque(maxlen=_RECENT_GROUPS))
-    """(step that the group went into, group), newest last."""
 
 
 @dataclass(slots=True)
@@ -55,6 +56,8 @@ class Fleet:
     workers: WorkerSet
     metrics: RuntimeMetrics
     buffers: Buffers = field(default_factory=Buffers)
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
+    """Writes the runs' logs and samples."""
     states: dict[str, RunState] = field(default_factory=dict)
     suspects: set[str] = field(default_factory=set)
     """Runs that were in a batch when the trainer died; they train alone until a batch succeeds."""
@@ -66,8 +69,13 @@ class Fleet:
         return state if state is not None and state.incarnation == run.incarnation else None
 
     def directory(self, run: Run) -> Path:
-        """Where the run's checkpoints lie."""
+        """Where the run's checkpoints, samples and log lie."""
         return run_directory(self.config.storage_root, run.namespace, run.name, run.uid)
+
+    def locate(self, uid: str) -> Path | None:
+        """The directory of a run by its uid; None for one that is not known."""
+        run = self.registry.runs.get(uid)
+        return None if run is None else self.directory(run)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         """Run in the background; an error that nobody expects is logged with its traceback."""
@@ -89,11 +97,13 @@ class Fleet:
         self.suspects.discard(uid)
 
     def on_trainer_lost(self) -> None:
-        """Live runs load again: nothing sampled or accumulated for the old incarnations counts."""
+        """Live runs load again; the groups that the dead trainer had are trained on once more."""
         self.registry.trainer_lost()
-        for uid in list(self.states):
-            self.buffers.clear(uid)
-            self.states.pop(uid)
+        for uid, state in self.states.items():
+            log.warning("run %s: the trainer died; the run loads again", uid, extra=about(uid))
+            self.buffers.give_back(uid, state.taken)
+            state.taken.clear()
+            state.in_training = 0
 
     async def cancel(self) -> None:
         """End the background tasks."""

@@ -1,8 +1,7 @@
-"""What the HTTP layer sees of the fleet: the registry, the wake-up and recent samples. Imports no ray and no torch."""
+"""What the HTTP layer sees of the fleet: the registry, the wake-up and where runs' records lie. Imports no torch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.registry.registry import Registry
@@ -14,8 +13,7 @@ class FleetView:
 
     registry: Registry
     signal: Signal
-    samples: Callable[[str, int | None], list[dict[str, Any]]]
-    """Recent groups of a run, newest last; of one step, or of all."""
+    storage_root: Path
 
     @property
     def ready(self) -> bool:

@@ -10,9 +10,11 @@ import time
 from collections.abc import Awaitable, Callable
 
 from lorafleet_api.v1alpha1 import reasons
+from lorafleet_api.v1alpha1.wire import PresenceView
 from lorafleet_runtime.errors import Retryable, RunError, unforeseen
 from lorafleet_runtime.loop.buffers import CursorTracker
 from lorafleet_runtime.loop.fleet import Fleet, RunState
+from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.publishing import publish
 from lorafleet_runtime.registry.run import TERMINAL, Run
 from lorafleet_runtime.storage import latest_checkpoint
@@ -22,18 +24,24 @@ log = logging.getLogger(__name__)
 
 RESYNC_SECONDS = 15.0
 _RETRY_SECONDS = 0.5
+_SAVE_RETRY_SECONDS = 5.0
 
 
 async def lifecycle(fleet: Fleet) -> None:
     """Move every run along, for ever."""
     busy: dict[str, asyncio.Task[None]] = {}
     last_resync = time.monotonic()
+    swept = False
     while True:
         busy = {uid: task for uid, task in busy.items() if not task.done()}
-        _enforce_deadlines(fleet, time.time())
+        enforce_deadlines(fleet, time.time())
         fleet.registry.assign()
         for uid in fleet.workers.opened - {r.uid for r in fleet.registry.runs.values() if r.state not in TERMINAL}:
             fleet.spawn(fleet.workers.close(uid), f"closing data and reward of run {uid}")
+        if fleet.registry.synced and not swept:
+            swept = True
+            known = sorted(fleet.registry.expected | fleet.registry.runs.keys())
+            fleet.spawn(fleet.trainer.call("retain", known), "forgetting the snapshots of runs that ended")
         for run, stage in _next_stages(fleet):
             if run.uid not in busy:
                 busy[run.uid] = fleet.spawn(_guard(fleet, run, stage), f"{stage.__name__} of run {run.uid}")
@@ -51,7 +59,7 @@ def _next_stages(fleet: Fleet) -> list[tuple[Run, Stage]]:
     for run in fleet.registry.in_state("QUEUED", "PENDING", "RETIRING", "CLEANUP"):
         if run.state == "QUEUED" and run.dataset is None:
             stages.append((run, check))
-        elif run.state == "PENDING" and run.weight_version == 0:
+        elif run.state == "PENDING":
             stages.append((run, load))
         elif run.state == "RETIRING":
             stages.append((run, save))
@@ -67,12 +75,12 @@ async def _guard(fleet: Fleet, run: Run, stage: Stage) -> None:
     except RunError as error:
         fleet.registry.fail(error.fault(run.uid))
     except Retryable as error:
-        log.info("run %s: %s; trying again", run.uid, error)
+        log.info("run %s: %s; trying again", run.uid, error, extra=about(run.uid))
         if stage is check:
             fleet.registry.check_failed(run.uid, str(error))
         await asyncio.sleep(_RETRY_SECONDS)
     except Exception as error:
-        log.exception("run %s: %s raised", run.uid, stage.__name__)
+        log.exception("run %s: %s raised", run.uid, stage.__name__, extra=about(run.uid))
         if run.state in ("RETIRING", "CLEANUP"):
             await asyncio.sleep(_RETRY_SECONDS)
         fleet.registry.fail(unforeseen(run.uid, error))
@@ -82,33 +90,44 @@ async def check(fleet: Fleet, run: Run) -> None:
     """Open data and reward before a slot is taken."""
     info = await fleet.workers.open(run.uid, run.spec)
     fleet.registry.checked(run.uid, info)
+    skipped = f", {info.skipped} skipped as too long" if info.skipped else ""
+    log.info("run %s: data and reward are usable: %d prompts%s", run.uid, info.rows, skipped, extra=about(run.uid))
 
 
 async def load(fleet: Fleet, run: Run) -> None:
-    """Load into the slot, from the run's last checkpoint if it has one, and publish the first version."""
-    incarnation = run.incarnation
-    assert run.slot is not None and run.dataset is not None and run.target_step is not None
+    """Load into the slot and publish the version that the trainer holds, unless every engine has it already."""
     if not run.loaded:
-        newest = await asyncio.to_thread(latest_checkpoint, fleet.directory(run))
-        request = LoadRequest(
-            uid=run.uid,
-            namespace=run.namespace,
-            name=run.name,
-            slot=run.slot,
-            spec=run.spec.to_wire(),
-            target_step=run.target_step,
-            data_digest=run.dataset.digest,
-            checkpoint=None if newest is None else str(newest),
-        )
-        loaded: Loaded = await fleet.trainer.call("load", request)
-        if run.incarnation != incarnation:
-            return
-        fleet.states[run.uid] = RunState(incarnation, CursorTracker(loaded.cursor), loaded.cursor)
-        fleet.registry.loaded(loaded)
-        fleet.registry.observe_trainer(await fleet.trainer.call("slots"))
-    if run.state == "PENDING" and run.incarnation == incarnation:
+        await _load_trainer(fleet, run)
+    if run.state in ("PENDING", "ACTIVE") and run.weight_version < run.trainer_version:
         manifest, buffer = await fleet.trainer.export(run.uid)
         await publish(fleet, run, run.trainer_version, manifest, buffer)
+
+
+async def _load_trainer(fleet: Fleet, run: Run) -> None:
+    """Load into the slot, from the run's newest snapshot or checkpoint if it has one."""
+    assert run.slot is not None and run.dataset is not None and run.target_step is not None
+    newest = await asyncio.to_thread(latest_checkpoint, fleet.directory(run))
+    request = LoadRequest(
+        uid=run.uid,
+        namespace=run.namespace,
+        name=run.name,
+        slot=run.slot,
+        spec=run.spec.to_wire(),
+        target_step=run.target_step,
+        data_digest=run.dataset.digest,
+        checkpoint=None if newest is None else str(newest),
+    )
+    loaded: Loaded = await fleet.trainer.call("load", request)
+    if run.state not in ("PENDING", "RETIRING"):
+        return
+    fleet.registry.loaded(loaded, time.time())
+    origin = "afresh" if loaded.step == 0 else f"at step {loaded.step}"
+    where = f"slot {run.slot} of boot epoch {fleet.registry.boot_epoch}"
+    log.info("run %s: loaded %s into %s", run.uid, origin, where, extra=about(run.uid, slot=run.slot))
+    if fleet.state(run) is None:  # the first time, or other weights than those that its groups were sampled for
+        fleet.buffers.clear(run.uid)
+        fleet.states[run.uid] = RunState(run.incarnation, CursorTracker(loaded.cursor), loaded.cursor)
+    fleet.registry.observe_trainer(await fleet.trainer.call("slots"))
 
 
 async def save(fleet: Fleet, run: Run) -> None:
@@ -118,18 +137,43 @@ async def save(fleet: Fleet, run: Run) -> None:
     await fleet.engines.abort(run.uid)
     fleet.buffers.clear(run.uid)
     artifact: Artifact | None = None
-    if ending.save and run.loaded:
+    if ending.save:
+        limit = run.spec.save_timeout_seconds
         try:
-            limit = run.spec.save_timeout_seconds if ending.outcome == "Deleted" else None
-            artifact = await asyncio.wait_for(checkpoint(fleet, run), limit)
+            async with asyncio.timeout(limit if ending.outcome == "Deleted" else None):
+                if not run.loaded:
+                    await _load_trainer(fleet, run)
+                if run.ending is not ending:
+                    return  # it could not be loaded at its last step, and has to train again
+                artifact = await _save_in_time(fleet, run, limit)
         except TimeoutError:
-            log.warning("run %s: no last checkpoint within saveTimeoutSeconds %s", run.uid, limit)
+            log.warning("run %s: no last checkpoint within saveTimeoutSeconds %s", run.uid, limit, extra=about(run.uid))
         except RunError as error:
             if ending.outcome == "Complete":
                 raise
-            log.warning("run %s: the last checkpoint failed: %s", run.uid, error)
+            log.warning("run %s: the last checkpoint failed: %s", run.uid, error, extra=about(run.uid))
     if run.ending is ending:
         fleet.registry.saved(run.uid, artifact, time.time())
+
+
+async def _save_in_time(fleet: Fleet, run: Run, limit: int) -> Artifact | None:
+    """The last checkpoint; storage that refuses it may come back within saveTimeoutSeconds.
+
+    Raises:
+        RunError: it did not.
+    """
+    if run.step == 0:
+        return None  # nothing was learnt
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            return await checkpoint(fleet, run)
+        except RunError as error:
+            if error.reason != reasons.STORAGE_ERROR or time.monotonic() > deadline:
+                raise
+            log.warning("run %s: %s; trying again", run.uid, error, extra=about(run.uid))
+            fleet.registry.not_saved(run.uid, error.message)
+        await asyncio.sleep(_SAVE_RETRY_SECONDS)
 
 
 async def checkpoint(fleet: Fleet, run: Run) -> Artifact | None:
@@ -142,34 +186,41 @@ async def checkpoint(fleet: Fleet, run: Run) -> Artifact | None:
             return run.artifact
         directory = str(fleet.directory(run))
         artifact: Artifact = await fleet.trainer.call("checkpoint", run.uid, directory, state.step_cursor)
+    log.info("run %s: checkpoint of step %d written", run.uid, artifact.step, extra=about(run.uid, path=artifact.path))
     return artifact
 
 
 async def drain(fleet: Fleet) -> None:
     """Checkpoint every live run at its last step boundary; the runtime is about to stop."""
-    for run in fleet.registry.in_state("ACTIVE"):
-        if run.step > run.start_step:
+    for run in fleet.registry.in_state("PENDING", "ACTIVE"):
+        if run.loaded and run.step > 0:
             try:
                 artifact = await checkpoint(fleet, run)
             except RunError as error:
-                log.error("run %s: not saved before the stop: %s", run.uid, error)
+                log.error("run %s: not saved before the stop: %s", run.uid, error, extra=about(run.uid))
             else:
                 log.info("run %s: saved at step %d before the stop (%s)", run.uid, run.step, artifact)
 
 
 async def clear(fleet: Fleet, run: Run) -> None:
     """Free the trainer slot, then every engine, and end the run once their own listings agree."""
-    await fleet.trainer.call("drop", run.uid)
+    unsaved = run.artifact is None or run.artifact.step < run.step
+    suspended = run.ending is not None and run.ending.outcome == "Suspended"
+    await fleet.trainer.call("drop", run.uid, suspended and unsaved)
     fleet.registry.observe_trainer(await fleet.trainer.call("slots"))
     await fleet.engines.clear(run.uid)
     await fleet.engines.refresh()
     await fleet.workers.close(run.uid)
     fleet.forget(run.uid)
+    if run.ending is not None and fleet.registry.presence(run.uid) == PresenceView():
+        ending = run.ending  # told before it is cleaned: a deleted run is forgotten then
+        log.info("run %s: %s: %s; its slot is free", run.uid, ending.outcome, ending.message, extra=about(run.uid))
     if not fleet.registry.cleaned(run.uid):
         raise Retryable(f"still listed by {fleet.registry.presence(run.uid)}")
 
 
-def _enforce_deadlines(fleet: Fleet, now: float) -> None:
+def enforce_deadlines(fleet: Fleet, now: float) -> None:
+    """Fail what is over time at `now`, Unix seconds. Time counts while a run is suspended; it fails once it resumes."""
     for run in fleet.registry.in_state("QUEUED", "PENDING", "ACTIVE"):
         spec = run.spec
         if spec.registration_deadline_seconds and not run.start_time:

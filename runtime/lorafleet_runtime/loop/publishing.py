@@ -1,11 +1,15 @@
 """Publishing one version of one run: engines first, then new requests, then the old version goes."""
 
+import logging
 import time
 from typing import Any
 
 from lorafleet_runtime.loop.fleet import Fleet
+from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.types import Manifest, VersionId
+
+log = logging.getLogger(__name__)
 
 
 async def publish(fleet: Fleet, run: Run, n: int, manifest: Manifest, buffer: Any) -> None:
@@ -30,5 +34,6 @@ async def publish(fleet: Fleet, run: Run, n: int, manifest: Manifest, buffer: An
         if not live:
             return  # the run ended: its cleanup waits for this publish and retires what was loaded
         fleet.registry.published(run.uid, n, time.time())
+        log.info("run %s: version %d is on every engine", run.uid, n, extra=about(run.uid, version=n))
     retire = fleet.engines.retire_others(run.uid, version, oldest_useful=n - run.spec.max_staleness)
     fleet.spawn(retire, f"retiring versions before {version.name}")

@@ -13,6 +13,7 @@ import logging
 
 from lorafleet_runtime.errors import Retryable, RunError, unforeseen
 from lorafleet_runtime.loop.fleet import Fleet, RunState
+from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.types import DroppedGroup, PromptGroup, RunFault, VersionId
 
@@ -72,12 +73,12 @@ async def _sample_group(fleet: Fleet, run: Run, state: RunState, index: int, ver
     except RunError as error:
         fault = error.fault(run.uid)
     except Retryable as error:
-        log.info("run %s: group %d: %s; it is sampled again", run.uid, index, error)
+        log.info("run %s: group %d: %s; it is sampled again", run.uid, index, error, extra=about(run.uid))
         state.tracker.give_back(index)
         await asyncio.sleep(_RETRY_SECONDS)
         return
     except Exception as error:
-        log.exception("run %s: group %d raised", run.uid, index)
+        log.exception("run %s: group %d raised", run.uid, index, extra=about(run.uid))
         fault = unforeseen(run.uid, error)
     finally:
         state.in_flight -= 1
@@ -90,7 +91,7 @@ async def _sample_group(fleet: Fleet, run: Run, state: RunState, index: int, ver
 
 
 def _current(fleet: Fleet, run: Run, state: RunState) -> bool:
-    return fleet.state(run) is state and run.state == "ACTIVE"
+    return fleet.state(run) is state and run.state in ("ACTIVE", "PENDING")  # PENDING: the trainer is restarting
 
 
 async def _ask(
@@ -112,6 +113,9 @@ def _take(fleet: Fleet, run: Run, state: RunState, outcome: PromptGroup | Droppe
     if isinstance(outcome, DroppedGroup):
         dropped = run.progress.dropped
         dropped[outcome.reason] = dropped.get(outcome.reason, 0) + 1
+        why = outcome.message or "no reason given"
+        text = "run %s: group %d dropped (%s): %s"
+        log.warning(text, run.uid, outcome.index, outcome.reason, why, extra=about(run.uid))
         if outcome.reason == "aborted":
             state.tracker.give_back(outcome.index)
         else:

@@ -12,9 +12,11 @@ from typing import Any
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable, RunError, unforeseen
 from lorafleet_runtime.loop.buffers import Need
-from lorafleet_runtime.loop.fleet import Fleet
+from lorafleet_runtime.loop.fleet import Fleet, RunState
+from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.lifecycle import checkpoint
 from lorafleet_runtime.loop.publishing import publish
+from lorafleet_runtime.loop.samples import write_samples
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.types import BatchResult, PromptGroup, RunBatchStats, RunFault, StepResult
 
@@ -65,6 +67,7 @@ async def collect(fleet: Fleet) -> list[PromptGroup]:
     batch = fleet.buffers.collect(needs, limits.global_batch_size)
     for group in batch.groups:
         fleet.states[group.uid].in_training += 1
+        fleet.states[group.uid].taken.append(group)
     for group in batch.stale:
         _drop_stale(fleet, group)
     for uid in needs:
@@ -112,7 +115,6 @@ def commit(fleet: Fleet, groups: list[PromptGroup], result: BatchResult) -> list
         state.in_training -= len(mine)
         for group in mine:
             state.tracker.consume(group.index)
-            state.recent.append((run.step + 1, group))
         rewards = [s.reward for g in mine for s in g.samples]
         mismatch = (stats[uid].mismatch_sum, stats[uid].mismatch_tokens) if uid in stats else (0.0, 0)
         if fleet.registry.commit(uid, len(mine), rewards, mismatch):
@@ -126,19 +128,32 @@ async def step(fleet: Fleet, run: Run) -> None:
     if state is None or run.state != "ACTIVE":
         return  # it ended while its batch was training
     async with state.stepping:
-        outcome: StepResult | RunFault = await fleet.trainer.call("step", run.uid)
+        cursor = state.tracker.cursor
+        outcome: StepResult | RunFault = await fleet.trainer.call("step", run.uid, cursor)
         if isinstance(outcome, RunFault):
             fleet.registry.fail(outcome)
             return
-        state.step_cursor = state.tracker.cursor
+        state.step_cursor = cursor
+        groups = list(state.taken)
+        state.taken.clear()
         fleet.metrics.observe_step(run, time.time())
         last = fleet.registry.stepped(outcome, time.time())
+        _record(fleet, run, outcome, groups)
     if last or run.state != "ACTIVE":
         return  # the lifecycle task writes the final checkpoint
     manifest, buffer = await fleet.trainer.export(run.uid)
     fleet.spawn(_publish(fleet, run, run.trainer_version, manifest, buffer), f"publishing run {run.uid}")
-    if run.step % run.spec.checkpoint.interval_steps == 0:
-        await _checkpoint(fleet, run)
+    if state.save_due or run.step % run.spec.checkpoint.interval_steps == 0:
+        await _checkpoint(fleet, run, state)
+
+
+def _record(fleet: Fleet, run: Run, result: StepResult, groups: list[PromptGroup]) -> None:
+    """The step and its samples, for people."""
+    reward, tokens = run.progress.reward_mean, sum(len(s.token_ids) for g in groups for s in g.samples)
+    figures = about(run.uid, step=result.step, reward=reward, lr=result.lr, gradNorm=result.grad_norm, tokens=tokens)
+    log.info("run %s: step %d of %s", run.uid, result.step, run.target_step, extra=figures)
+    directory = fleet.directory(run)
+    fleet.writer.submit(lambda: write_samples(directory, result.step, groups))
 
 
 async def _publish(fleet: Fleet, run: Run, n: int, manifest: Any, buffer: Any) -> None:
@@ -148,7 +163,7 @@ async def _publish(fleet: Fleet, run: Run, n: int, manifest: Any, buffer: Any) -
     except RunError as error:
         fault = error.fault(run.uid)
     except Exception as error:
-        log.exception("run %s: publishing version %d raised", run.uid, n)
+        log.exception("run %s: publishing version %d raised", run.uid, n, extra=about(run.uid))
         fault = unforeseen(run.uid, error)
     else:
         return
@@ -156,12 +171,15 @@ async def _publish(fleet: Fleet, run: Run, n: int, manifest: Any, buffer: Any) -
         fleet.registry.fail(fault)
 
 
-async def _checkpoint(fleet: Fleet, run: Run) -> None:
+async def _checkpoint(fleet: Fleet, run: Run, state: RunState) -> None:
     try:
         artifact = await checkpoint(fleet, run)
-    except RunError as error:
-        fleet.registry.fail(error.fault(run.uid))
+    except RunError as error:  # the last one has to succeed, this one may wait for space
+        log.error("run %s: %s; trying again after its next step", run.uid, error, extra=about(run.uid))
+        state.save_due = True
+        fleet.registry.not_saved(run.uid, error.message)
         return
+    state.save_due = False
     if artifact is not None:
         fleet.registry.checkpointed(run.uid, artifact)
 
@@ -190,6 +208,7 @@ def _drop_stale(fleet: Fleet, group: PromptGroup) -> None:
         return
     state.tracker.consume(group.index)
     run.progress.dropped["stale"] = run.progress.dropped.get("stale", 0) + 1
+    log.info("run %s: group %d dropped (stale)", run.uid, group.index, extra=about(run.uid))
     fleet.signal.set()
 
 

@@ -18,12 +18,12 @@ class SpecProblem(Exception):
 
     Args:
         field: dotted camelCase path.
-        value: what was received.
-        fix: what to do.
+        value: what was received; None where the message needs none.
+        fix: what is wrong, and what to do.
     """
 
     def __init__(self, field: str, value: Any, fix: str) -> None:
-        super().__init__(f"{field}: {value!r}: {fix}")
+        super().__init__(f"{field}: {fix}" if value is None else f"{field}: {value!r:.200}: {fix}")
         self.field = field
         self.value = value
         self.fix = fix
@@ -38,11 +38,47 @@ def parse_spec(spec: dict[str, Any], pool: AdapterPoolSpec) -> AdapterRunSpec:
     try:
         return resolve_spec(spec, pool.defaults)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "spec"
-        fix = first["msg"].removeprefix("Value error, ")
-        value = first.get("input")
-        raise SpecProblem(field, "(object)" if isinstance(value, dict) else value, fix) from error
+        raise _problem(error, spec, pool) from error
+
+
+def _problem(error: ValidationError, spec: dict[str, Any], pool: AdapterPoolSpec) -> SpecProblem:
+    """The first error of a spec, by the field that the user wrote or left to the pool."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    fix, value = first["msg"], first.get("input")
+    if first["type"] == "value_error":  # of our own: "field: what is wrong; what to do"
+        name, _, fix = fix.removeprefix("Value error, ").partition(": ")
+        path, value = [*path, name], None
+    elif first["type"] == "missing":
+        value = None  # pydantic shows the object around it
+    elif first["type"] == "extra_forbidden":
+        fix = "unknown field; remove it or correct its name"
+    if path and path[0] in pool.defaults and path[0] not in spec:
+        fix += " (from the pool's defaults: its owner must correct them)"
+    return SpecProblem(".".join(path), "an object" if isinstance(value, dict) else value, fix)
+
+
+def check_edit(old: AdapterRunSpec, spec: AdapterRunSpec, pool: AdapterPoolSpec, target_step: int | None) -> None:
+    """Refuse an edit of a known run that this pool cannot train, or that would end it before its target.
+
+    Args:
+        old: the spec that holds, resolved.
+        spec: the edited one, resolved.
+        pool: of the run.
+        target_step: of the run, or None before its data was opened.
+
+    Raises:
+        SpecProblem: with the field and the fix; the run goes on as it was.
+    """
+    try:
+        check_limits(spec, pool)
+    except RunError as error:
+        field, _, rest = error.message.partition(": ")
+        raise SpecProblem(field, None, rest) from error
+    wanted = spec.num_step
+    if wanted is not None and wanted != old.num_step and target_step is not None and wanted < target_step:
+        text = f"is below the run's target step {target_step} and may only grow; cancel the run to end it earlier"
+        raise SpecProblem("numStep", wanted, text)
 
 
 def check_limits(spec: AdapterRunSpec, pool: AdapterPoolSpec) -> None:

@@ -5,13 +5,19 @@ from lorafleet_runtime.registry.run import Run
 
 
 def ordered(queued: list[Run]) -> list[Run]:
-    """Runs that compete for slots: by priority, then those that had a slot before, then by age.
+    """Runs that compete for slots: API-owned ones, then by priority, those that had a slot before, age.
 
-    A run that had a slot before (the runtime restarted) competes even while its data is checked again, so that a
-    younger run does not take its slot meanwhile; a new run competes once its data is checked.
+    An API-owned run was let in because a slot was free for it, so it never waits behind one that queues. It and a run
+    that had a slot before (the runtime restarted) compete even while their data is checked, so that nobody takes their
+    slot meanwhile; another run competes once its data is checked. Creation times have whole seconds: runs of the same
+    second keep the order of `queued`.
     """
-    competing = [r for r in queued if r.dataset is not None or (r.start_time is not None and r.check_failures == 0)]
-    return sorted(competing, key=lambda r: (-r.queue_priority, r.start_time is None, r.created, r.uid))
+    competing = [r for r in queued if r.dataset is not None or (_has_claim(r) and r.check_failures == 0)]
+    return sorted(competing, key=lambda r: (r.owner != "api", -r.queue_priority, r.start_time is None, r.created))
+
+
+def _has_claim(run: Run) -> bool:
+    return run.owner == "api" or run.start_time is not None
 
 
 def place_waiting(queue: list[Run], slots: int, free: int) -> bool:

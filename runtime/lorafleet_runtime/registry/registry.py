@@ -2,7 +2,7 @@
 
     QUEUED ── assign ──▶ PENDING ── published ──▶ ACTIVE ── retire ──▶ RETIRING ── saved ──▶ CLEANUP ── cleaned ──▶ end
        ▲                    ▲                                                                      COMPLETED, FAILED or
-       └── resume ──────────┴── trainer_lost (live runs load again from their last checkpoint)     SUSPENDED
+       └── resume ──────────┴── trainer_lost (live runs load again where they were)                SUSPENDED
 
 No clock, no I/O, no async: callers pass the time and act on what comes back. The HTTP layer and the loop are the
 only callers, both on one event loop. `notify` runs after every visible change.
@@ -25,7 +25,7 @@ from lorafleet_api.v1alpha1.wire import (
     TrainerView,
 )
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.registry.admission import SpecProblem, check_limits, parse_spec
+from lorafleet_runtime.registry.admission import check_edit, check_limits, parse_spec
 from lorafleet_runtime.registry.listings import Listings
 from lorafleet_runtime.registry.queue import ordered, place_waiting
 from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL, Ending, Run, may_replace
@@ -49,6 +49,8 @@ class Registry(Listings):
         self.boot_epoch = boot_epoch
         self.synced = False
         self.operator_epoch = 0
+        self.expected: frozenset[str] = frozenset()
+        """What the operator's full list named; the runs themselves may still be on their way."""
         self.runs: dict[str, Run] = {}
         self._registrations = 0
 
@@ -68,10 +70,10 @@ class Registry(Listings):
 
     def sync(self, uids: Iterable[str]) -> None:
         """The operator's full list: retire its runs that are not on it, and start handing out slots."""
-        known = set(uids)
+        self.expected = frozenset(uids)
         self.synced = True
         for run in list(self.runs.values()):
-            if run.owner == "operator" and run.uid not in known:
+            if run.owner == "operator" and run.uid not in self.expected:
                 self.delete(run.uid)
         self._changed()
 
@@ -121,23 +123,11 @@ class Registry(Listings):
         return run
 
     def _edit(self, run: Run, spec: AdapterRunSpec, generation: int, priority: int) -> None:
-        try:
-            check_limits(spec, self.pool)
-        except RunError as error:
-            field, _, rest = error.message.partition(": ")
-            raise SpecProblem(field, None, rest) from error
+        check_edit(run.spec, spec, self.pool, run.target_step)
         run.spec = spec
         run.generation = generation
         run.priority = priority
-        self._retarget(run)
-
-    def _retarget(self, run: Run) -> None:
-        """The step at which the run is complete; may grow until its end is decided."""
-        if run.dataset is None or (run.ending is not None and run.ending.outcome != "Suspended"):
-            return
-        epochs = run.spec.num_epoch or 1
-        wanted = run.spec.num_step or max(1, epochs * run.dataset.rows // run.groups_per_step)
-        run.target_step = max(wanted, run.target_step or 0, run.step)
+        run.retarget()
 
     def delete(self, uid: str) -> bool:
         """Take the run away for good. True when nothing is left of it."""
@@ -170,8 +160,8 @@ class Registry(Listings):
     # --- what the loop does ----------------------------------------------------------------------------------
 
     def in_state(self, *states: RunState) -> list[Run]:
-        """Runs in these states, oldest first."""
-        return sorted((r for r in self.runs.values() if r.state in states), key=lambda r: (r.created, r.uid))
+        """Runs in these states, oldest first; those of the same second in the order in which they came."""
+        return sorted((r for r in self.runs.values() if r.state in states), key=lambda r: r.created)
 
     def checked(self, uid: str, dataset: DatasetInfo) -> None:
         """Data and reward are usable; the target follows from the spec and the rows."""
@@ -180,7 +170,7 @@ class Registry(Listings):
             return
         run.dataset = dataset
         run.check_failures = 0
-        self._retarget(run)
+        run.retarget()
         self._changed()
 
     def check_failed(self, uid: str, why: str) -> None:
@@ -210,27 +200,37 @@ class Registry(Listings):
 
     def _register(self, run: Run, slot: int) -> None:
         self._registrations += 1
-        run.slot = slot
-        run.incarnation = f"{self.boot_epoch}.{self._registrations}"
-        run.state = "PENDING"
-        run.reason, run.message = reasons.LOADING, f"loading into slot {slot}"
-        run.queue_position = None
-        run.loaded = False
-        run.weight_version = 0
-        run.accumulated_groups = 0
-        run.completion_time = None
-        run.progress.since = None
-        run.progress.reward_sum = run.progress.mismatch_sum = 0.0
-        run.progress.reward_count = run.progress.mismatch_count = 0
+        run.begin(slot, f"{self.boot_epoch}.{self._registrations}")
 
-    def loaded(self, loaded: Loaded) -> None:
-        """The trainer holds the run, at this step."""
+    def loaded(self, loaded: Loaded, now: float) -> None:
+        """The trainer holds the run, at this step.
+
+        After a trainer's death this is usually the step that the run was at: its versions on the engines then hold
+        these very weights, so it goes on in the same incarnation. Otherwise it starts a new one.
+        """
         run = self.runs[loaded.uid]
+        if run.weight_version and loaded.step != run.step:
+            self._begin_anew(run)
         run.loaded = True
-        run.step = run.start_step = loaded.step
+        if run.weight_version == 0:
+            run.step = run.start_step = loaded.step
+        elif run.state == "PENDING":
+            run.activate(now)
         self._changed()
         if run.state == "PENDING" and run.target_step is not None and run.step >= run.target_step:
             self._complete(run)
+
+    def _begin_anew(self, run: Run) -> None:
+        assert run.slot is not None
+        self._register(run, run.slot)
+        if run.ending is not None and run.ending.outcome != "Complete":
+            run.state = "RETIRING"
+            return
+        run.ending = None
+        if run.deleted:  # a deletion, cancel or suspend had given way to the completion
+            self.delete(run.uid)
+        else:
+            self._apply_intent(run)
 
     def published(self, uid: str, n: int, now: float) -> None:
         """Version n is verified on every engine; new requests use it."""
@@ -238,11 +238,8 @@ class Registry(Listings):
         if n <= run.weight_version:
             return
         run.weight_version = n
-        if run.state == "PENDING":
-            run.state = "ACTIVE"
-            run.reason, run.message = reasons.TRAINING, f"training in slot {run.slot}"
-            run.start_time = run.start_time or now
-            run.progress.since = now
+        if run.state == "PENDING" and run.loaded:
+            run.activate(now)
         self._changed()
 
     def commit(self, uid: str, groups: int, rewards: Iterable[float], mismatch: tuple[float, int]) -> bool:
@@ -291,7 +288,8 @@ class Registry(Listings):
 
     def fail(self, fault: RunFault) -> None:
         """End the run for a fault of its own; nobody else is touched."""
-        log.warning("run %s failed: %s: %s", fault.uid, fault.reason, fault.message)
+        extra = {"run": {"uid": fault.uid, "detail": fault.detail}}  # for the run's own log
+        log.warning("run %s failed: %s: %s", fault.uid, fault.reason, fault.message, extra=extra)
         self.retire(fault.uid, "Failed", fault.reason, fault.message, save=False)
 
     def retire(self, uid: str, outcome: Outcome, reason: str, message: str, *, save: bool) -> None:
@@ -323,8 +321,16 @@ class Registry(Listings):
 
     def checkpointed(self, uid: str, artifact: Artifact) -> None:
         """A checkpoint on the way is durable."""
-        if uid in self.runs:
-            self.runs[uid].artifact = artifact
+        if (run := self.runs.get(uid)) is not None:
+            run.artifact = artifact
+            if run.state == "ACTIVE":
+                run.message = f"training in slot {run.slot}"
+            self._changed()
+
+    def not_saved(self, uid: str, why: str) -> None:
+        """A checkpoint could not be written; it is tried again."""
+        if (run := self.runs.get(uid)) is not None and run.state in ("ACTIVE", "RETIRING"):
+            run.message = f"{why}; it is tried again"
             self._changed()
 
     def cleaned(self, uid: str) -> bool:
@@ -337,14 +343,7 @@ class Registry(Listings):
         return True
 
     def _end(self, run: Run) -> None:
-        assert run.ending is not None
-        outcome = run.ending.outcome
-        run.state = "FAILED" if outcome == "Failed" else "SUSPENDED" if outcome == "Suspended" else "COMPLETED"
-        run.reason, run.message = run.ending.reason, run.ending.message
-        run.slot = None
-        run.loaded = False
-        run.queue_position = None
-        run.accumulated_groups = 0
+        run.end()
         if not self._forget_if_done(run):
             self._apply_intent(run)
 
@@ -356,22 +355,16 @@ class Registry(Listings):
         return False
 
     def trainer_lost(self) -> None:
-        """The trainer process died: live runs load again from their last checkpoint, under a new incarnation."""
+        """The trainer process died: live runs load again, also those that have yet to write their last checkpoint."""
         self.trainer_ready = False
         self.trainer_slots = {}
         for run in self.in_state("PENDING", "ACTIVE", "RETIRING"):
-            if run.state == "RETIRING" and run.ending is not None and run.ending.outcome != "Complete":
-                run.state = "CLEANUP"
-                run.reason, run.message = run.ending.reason, run.ending.message
-                continue
-            run.ending = None
             run.restarts += 1 if run.loaded else 0
-            assert run.slot is not None
-            self._register(run, run.slot)
-            if run.deleted:
-                self.delete(run.uid)
-            else:
-                self._apply_intent(run)  # a cancel or suspend that gave way to the completion
+            run.loaded = False
+            run.discard_batch()
+            if run.state == "ACTIVE":
+                run.state = "PENDING"
+                run.reason, run.message = reasons.LOADING, f"the trainer restarted; loading into slot {run.slot} again"
         self._changed()
 
     # --- views -----------------------------------------------------------------------------------------------

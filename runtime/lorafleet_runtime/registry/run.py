@@ -95,6 +95,51 @@ class Run:
     queue_position: int | None = None
     progress: Progress = field(default_factory=Progress)
 
+    def begin(self, slot: int, incarnation: str) -> None:
+        """A new registration in this slot: nothing published or accumulated before it counts."""
+        self.slot = slot
+        self.incarnation = incarnation
+        self.state = "PENDING"
+        self.reason, self.message = reasons.LOADING, f"loading into slot {slot}"
+        self.queue_position = None
+        self.loaded = False
+        self.weight_version = 0
+        self.completion_time = None
+        self.discard_batch()
+
+    def activate(self, now: float) -> None:
+        """Every engine has the version that the trainer holds."""
+        self.state = "ACTIVE"
+        self.reason, self.message = reasons.TRAINING, f"training in slot {self.slot}"
+        self.start_time = self.start_time or now
+        self.progress.since = now
+
+    def end(self) -> None:
+        """Nothing of the run is held anywhere any more."""
+        assert self.ending is not None
+        outcome = self.ending.outcome
+        self.state = "FAILED" if outcome == "Failed" else "SUSPENDED" if outcome == "Suspended" else "COMPLETED"
+        self.reason, self.message = self.ending.reason, self.ending.message
+        self.slot = None
+        self.loaded = False
+        self.queue_position = None
+        self.accumulated_groups = 0
+
+    def discard_batch(self) -> None:
+        """Forget what was accumulated since the last step: the trainer does not have it."""
+        self.accumulated_groups = 0
+        self.progress.since = None
+        self.progress.reward_sum = self.progress.mismatch_sum = 0.0
+        self.progress.reward_count = self.progress.mismatch_count = 0
+
+    def retarget(self) -> None:
+        """The step at which the run is complete; may grow until its end is decided."""
+        if self.dataset is None or (self.ending is not None and self.ending.outcome != "Suspended"):
+            return
+        epochs = self.spec.num_epoch or 1
+        wanted = self.spec.num_step or max(1, epochs * self.dataset.rows // self.groups_per_step)
+        self.target_step = max(wanted, self.target_step or 0, self.step)
+
     @property
     def groups_per_step(self) -> int:
         """Prompt groups that fill the run's batch."""
@@ -164,6 +209,8 @@ class Run:
             grad_norm=p.grad_norm,
             mismatch=p.mismatch,
             buffered=p.buffered,
+            usable_rows=self.dataset.rows if self.dataset else None,
+            skipped_rows=self.dataset.skipped if self.dataset else None,
             dropped=DroppedView(
                 stale=p.dropped.get("stale", 0),
                 filtered=p.dropped.get("filtered", 0),

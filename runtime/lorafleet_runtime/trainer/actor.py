@@ -4,6 +4,8 @@ Called by the loop. Imports no torch: the actor sets its thread count before tor
 """
 
 import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -35,10 +37,11 @@ class TrainerActor:
         pool_spec: of the pool.
         model_path: directory of the base model.
         storage_root: shared storage.
+        pool: names the folder of this pool's snapshots among those of the node.
     """
 
-    def __init__(self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str) -> None:
-        self._arguments = (pool_spec, model_path, storage_root)
+    def __init__(self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, pool: str) -> None:
+        self._arguments = (pool_spec, model_path, storage_root, pool)
 
     def start(self) -> dict[int, str]:
         """Load the base model; apart from the constructor, whose errors Ray turns into a dead actor.
@@ -46,7 +49,7 @@ class TrainerActor:
         Raises:
             ConfigError: the base model or the trainer's settings are unusable.
         """
-        pool_spec, model_path, storage_root = self._arguments
+        pool_spec, model_path, storage_root, pool = self._arguments
         # Ray sets OMP_NUM_THREADS=1 in its workers, so the count is always explicit; waiting threads must not spin on
         # cores that an engine shares.
         threads = pool_spec.trainer.num_threads or len(os.sched_getaffinity(0))
@@ -57,16 +60,22 @@ class TrainerActor:
         torch.set_num_threads(threads)
         from lorafleet_runtime.trainer import rank
 
-        self._rank: TrainerRank = rank.TrainerRank(pool_spec, model_path, storage_root)
+        self._rank: TrainerRank = rank.TrainerRank(
+            pool_spec, model_path, storage_root, snapshots=Path(tempfile.gettempdir()) / "lorafleet-snapshots" / pool
+        )
         return self._rank.slots()
 
     def load(self, request: LoadRequest) -> Loaded:
         """See TrainerRank.load."""
         return self._rank.load(request)
 
-    def drop(self, uid: str) -> None:
+    def drop(self, uid: str, keep_snapshot: bool = False) -> None:
         """See TrainerRank.drop."""
-        self._rank.drop(uid)
+        self._rank.drop(uid, keep_snapshot)
+
+    def retain(self, uids: list[str]) -> None:
+        """See TrainerRank.retain."""
+        self._rank.retain(uids)
 
     def slots(self) -> dict[int, str]:
         """See TrainerRank.slots."""
@@ -76,9 +85,9 @@ class TrainerActor:
         """See TrainerRank.accumulate."""
         return self._rank.accumulate(groups)
 
-    def step(self, uid: str) -> StepResult | RunFault:
+    def step(self, uid: str, cursor: Cursor) -> StepResult | RunFault:
         """See TrainerRank.step."""
-        return self._rank.step(uid)
+        return self._rank.step(uid, cursor)
 
     def export(self, uid: str) -> tuple[Manifest, bytes]:
         """See TrainerRank.export; call it with num_returns=2 to keep the buffer in the object store."""
@@ -93,13 +102,16 @@ class TrainerActor:
         return os.getpid()
 
 
-def start_trainer(pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, local_resources: bool) -> Any:
+def start_trainer(
+    pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, pool: str, local_resources: bool
+) -> Any:
     """Start a trainer actor.
 
     Args:
         pool_spec: of the pool.
         model_path: directory of the base model.
         storage_root: shared storage.
+        pool: NAMESPACE-NAME of the pool.
         local_resources: one machine without custom resources; the actor then asks for no CPU and no GPU of its own.
 
     Returns:
@@ -113,4 +125,4 @@ def start_trainer(pool_spec: AdapterPoolSpec, model_path: str, storage_root: str
     if not local_resources:
         options["resources"] = {RESOURCE: 1}
         options["num_gpus"] = 1
-    return ray.remote(TrainerActor).options(**options).remote(pool_spec, model_path, storage_root)
+    return ray.remote(TrainerActor).options(**options).remote(pool_spec, model_path, storage_root, pool)

@@ -101,7 +101,7 @@ def read_checkpoint(path: Path, identity: Identity) -> TrainState:
     """
     try:
         stored = json.loads((path / STATE_FILE).read_text())
-        _check_identity(path, stored, identity)
+        check_identity(path, stored, identity)
         for name, about in stored["files"].items():
             if _describe(path / name) != about:
                 raise OSError(f"{name} is not what state.json says; the file is damaged")
@@ -144,7 +144,12 @@ def _state_json(identity: Identity, state: TrainState, files: dict[str, Any]) ->
     }
 
 
-def _check_identity(path: Path, stored: dict[str, Any], identity: Identity) -> None:
+def check_identity(path: Path, stored: dict[str, Any], identity: Identity) -> None:
+    """Refuse what belongs to another run, base model or data file.
+
+    Raises:
+        RunError: CheckpointMismatch naming the field that differs.
+    """
     if stored["format"] != FORMAT:
         raise RunError(
             reasons.CHECKPOINT_MISMATCH, f"checkpoint {path}: format is {stored['format']}, this version reads {FORMAT}"

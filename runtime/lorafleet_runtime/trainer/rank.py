@@ -8,17 +8,14 @@ would use them is refused.
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
-from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.errors import ConfigError, RunError, RuntimeFault
-from lorafleet_runtime.storage import inside
+from lorafleet_runtime.storage import inside, step_of
 from lorafleet_runtime.trainer import checkpoint as checkpoints
 from lorafleet_runtime.trainer.admit import check_group, check_load
 from lorafleet_runtime.trainer.batch import MicroBatch, Work, make_micro_batch, pack, split_group
@@ -26,10 +23,12 @@ from lorafleet_runtime.trainer.export import flat_export, write_adapter
 from lorafleet_runtime.trainer.initial import init_kaiming, load_peft
 from lorafleet_runtime.trainer.layout import PROJECTIONS
 from lorafleet_runtime.trainer.lora import Segment, SlotAdapter
-from lorafleet_runtime.trainer.losses.head import HeadResult, head_logprobs, head_loss
+from lorafleet_runtime.trainer.losses.head import head_logprobs, head_loss
 from lorafleet_runtime.trainer.losses.policy import LossParams, PolicyTokens, policy_loss
 from lorafleet_runtime.trainer.model import BaseModel
 from lorafleet_runtime.trainer.optimizer import SlotOptimizer
+from lorafleet_runtime.trainer.slot import Slot, Tally, count, observe, train_state
+from lorafleet_runtime.trainer.snapshot import Snapshots
 from lorafleet_runtime.trainer.warm_start import init_directory, read_peft_config
 from lorafleet_runtime.trainer.weights import base_digest
 from lorafleet_runtime.types import (
@@ -40,45 +39,11 @@ from lorafleet_runtime.types import (
     LoadRequest,
     Manifest,
     PromptGroup,
-    RunBatchStats,
     RunFault,
     StepResult,
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A live run."""
-
-    uid: str
-    spec: AdapterRunSpec
-    params: LossParams
-    adapter: SlotAdapter
-    optimizer: SlotOptimizer
-    identity: checkpoints.Identity
-    denominator: int = 0
-    """Samples or tokens (by lossReduction) accumulated since the last step."""
-    groups: int = 0
-    """Groups accumulated since the last step."""
-
-    def discard(self) -> None:
-        """Forget what was accumulated since the last step."""
-        self.adapter.grad.zero_()
-        self.denominator = self.groups = 0
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Sums over one accumulate call of one run."""
-
-    mismatch_sum: float = 0.0
-    mismatch_max: float = 0.0
-    mismatch_tokens: int = 0
-    loss_sum: float = 0.0
-    finite: bool = True
-    groups: list[PromptGroup] = field(default_factory=list)
 
 
 class TrainerRank:
@@ -89,13 +54,19 @@ class TrainerRank:
         model_path: directory with the base model's HF files.
         storage_root: shared storage; relative paths in LoadRequests are taken from here.
         dtype: compute type instead of the pool's; tests use float64.
+        snapshots: folder on this node for the state after each step; None keeps none.
 
     Raises:
         ConfigError: the pool asks for what this trainer does not do, or the model's files do not fit.
     """
 
     def __init__(
-        self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, dtype: torch.dtype | None = None
+        self,
+        pool_spec: AdapterPoolSpec,
+        model_path: str,
+        storage_root: str,
+        dtype: torch.dtype | None = None,
+        snapshots: Path | None = None,
     ) -> None:
         """Load the base model."""
         for name, size in (
@@ -113,11 +84,12 @@ class TrainerRank:
         self._model = BaseModel(
             model_path, dtype or _DTYPES[pool_spec.base_model.dtype], device, pool_spec.trainer.recompute
         )
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
+        self._snapshots = Snapshots(snapshots)
         self._torn = False
 
     def load(self, request: LoadRequest) -> Loaded:
-        """Put a run into a slot, from its checkpoint, from initFrom, or fresh. A run that is loaded is loaded anew.
+        """Put a run into a slot, from its newest snapshot or checkpoint, from initFrom, or fresh; a loaded one anew.
 
         Raises:
             RunError: the run cannot be trained here; nothing of it is left behind.
@@ -128,9 +100,8 @@ class TrainerRank:
         identity = checkpoints.Identity(
             request.uid, self._digest, request.data_digest, spec.rank, spec.lora_alpha, targets
         )
-        state, source, rslora = None, None, False
-        if request.checkpoint is not None:
-            state = checkpoints.read_checkpoint(self._inside(request.checkpoint), identity)
+        state, source, rslora = self._stored(request, identity), None, False
+        if state is not None:
             rslora = state.use_rslora
         elif spec.init_from is not None:
             source = init_directory(spec.init_from, self._storage)
@@ -146,12 +117,36 @@ class TrainerRank:
             load_peft(adapter, source)
         else:
             init_kaiming(adapter, spec.init_seed)
-        self.drop(request.uid)
-        self._slots[request.slot] = _Slot(request.uid, spec, LossParams.from_spec(spec), adapter, optimizer, identity)
+        self._free(request.uid)
+        self._slots[request.slot] = Slot(request.uid, spec, LossParams.from_spec(spec), adapter, optimizer, identity)
         return Loaded(request.uid, optimizer.step_count, state.cursor if state else Cursor())
 
-    def drop(self, uid: str) -> None:
-        """Free the run's slot; a run that is not loaded is fine."""
+    def _stored(self, request: LoadRequest, identity: checkpoints.Identity) -> checkpoints.TrainState | None:
+        """The newest state to go on from."""
+        snapshot = self._snapshots.read(identity)
+        if request.checkpoint is None:
+            return snapshot
+        path = self._inside(request.checkpoint)
+        if snapshot is not None and snapshot.step > step_of(path):
+            return snapshot
+        return checkpoints.read_checkpoint(path, identity)
+
+    def drop(self, uid: str, keep_snapshot: bool = False) -> None:
+        """Free the run's slot; a run that is not loaded is fine.
+
+        Args:
+            uid: of the run.
+            keep_snapshot: its last steps are in no checkpoint, and it may come back for them.
+        """
+        self._free(uid)
+        if not keep_snapshot:
+            self._snapshots.remove(uid)
+
+    def retain(self, uids: Sequence[str]) -> None:
+        """Forget the snapshots of all other runs: they ended while nobody could say so."""
+        self._snapshots.retain(uids)
+
+    def _free(self, uid: str) -> None:
         self._slots = {number: slot for number, slot in self._slots.items() if slot.uid != uid}
 
     def slots(self) -> dict[int, str]:
@@ -185,13 +180,17 @@ class TrainerRank:
                 text = "the model's log-probability of a response is not finite; lower optimizer.lr or check initFrom"
                 faults.append(RunFault(slot.uid, reasons.NON_FINITE, text))
                 continue
-            stats.append(_count(slot, tally))
+            stats.append(count(slot, tally))
         return BatchResult(tuple(stats), tuple(faults), time.perf_counter() - began, rows)
 
-    def step(self, uid: str) -> StepResult | RunFault:
-        """Divide by the denominator, clip, AdamW; then zero the accumulators.
+    def step(self, uid: str, cursor: Cursor) -> StepResult | RunFault:
+        """Divide by the denominator, clip, AdamW; then zero the accumulators and leave a snapshot.
 
         With a denominator of 0 (every sample left out) the gradient is 0 and the step counts.
+
+        Args:
+            uid: a live run.
+            cursor: the prompt groups consumed up to and with this step.
 
         Raises:
             RunError: the run is not loaded, or nothing was accumulated.
@@ -208,6 +207,7 @@ class TrainerRank:
         slot.adapter.refresh()
         if not bool(torch.isfinite(slot.adapter.master).all()):
             return RunFault(uid, reasons.NON_FINITE, f"a weight is not finite; lower optimizer.lr ({done[0]})")
+        self._snapshots.write(slot.identity, train_state(slot, cursor))
         return StepResult(uid, slot.optimizer.step_count, *done)
 
     def export(self, uid: str) -> tuple[Manifest, bytes]:
@@ -230,15 +230,13 @@ class TrainerRank:
             RunError: the run is not loaded, or StorageError.
         """
         slot = self._slot(uid)
-        exp_avg, exp_avg_sq = slot.optimizer.moments
-        state = checkpoints.TrainState(
-            slot.optimizer.step_count, slot.optimizer.target_step, cursor, slot.adapter.rslora,
-            slot.adapter.master, exp_avg, exp_avg_sq,
-        )  # fmt: skip
         self._inside(directory)
         path = self._storage / directory
         artifact = checkpoints.write_checkpoint(
-            path, slot.identity, state, lambda into: write_adapter(slot.adapter, self._base_name, into)
+            path,
+            slot.identity,
+            train_state(slot, cursor),
+            lambda into: write_adapter(slot.adapter, self._base_name, into),
         )
         checkpoints.prune(path, slot.spec.checkpoint.keep)
         return artifact
@@ -270,7 +268,7 @@ class TrainerRank:
         device = self._model.device
         optimizer.restore(state.step, state.exp_avg.to(device), state.exp_avg_sq.to(device))
 
-    def _slot(self, uid: str) -> _Slot:
+    def _slot(self, uid: str) -> Slot:
         for slot in self._slots.values():
             if slot.uid == uid:
                 return slot
@@ -280,13 +278,13 @@ class TrainerRank:
         if self._torn:
             raise RuntimeFault("the trainer failed in the middle of a batch; start it again and reload its runs")
 
-    def _admit(self, groups: Sequence[PromptGroup]) -> tuple[list[RunFault], dict[int, _Tally]]:
+    def _admit(self, groups: Sequence[PromptGroup]) -> tuple[list[RunFault], dict[int, Tally]]:
         """Sort groups by slot; a run with a group that cannot be trained is left out whole."""
         by_uid: dict[str, list[PromptGroup]] = defaultdict(list)
         for group in groups:
             by_uid[group.uid].append(group)
         faults: list[RunFault] = []
-        tallies: dict[int, _Tally] = {}
+        tallies: dict[int, Tally] = {}
         numbers = {slot.uid: number for number, slot in self._slots.items()}
         for uid, mine in by_uid.items():
             try:
@@ -296,15 +294,15 @@ class TrainerRank:
             except RunError as error:
                 faults.append(error.fault(uid))
             else:
-                tallies[numbers[uid]] = _Tally(groups=mine)
+                tallies[numbers[uid]] = Tally(groups=mine)
         return faults, tallies
 
-    def _work(self, number: int, tally: _Tally) -> list[Work]:
+    def _work(self, number: int, tally: Tally) -> list[Work]:
         params, budget = self._slots[number].params, self._pool.trainer.micro_batch_tokens
         needed = [group for group in tally.groups if params.kl_coef > 0 or not group.is_constant]
         return [piece for group in needed for piece in split_group(number, params, group, budget)]
 
-    def _pass(self, members: Sequence[Work], tallies: dict[int, _Tally]) -> int:
+    def _pass(self, members: Sequence[Work], tallies: dict[int, Tally]) -> int:
         """One forward and backward pass. Returns its rows without padding."""
         model = self._model
         loss_type = torch.float64 if model.dtype == torch.float64 else torch.float32
@@ -323,7 +321,7 @@ class TrainerRank:
             )
             grad = torch.zeros_like(hidden).index_copy_(0, batch.rows, result.grad_hidden)
             for number, first, last in batch.spans:
-                _observe(tallies[number], result, policy.sampler, first, last)
+                observe(tallies[number], result, policy.sampler, first, last)
         torch.autograd.backward(hidden, grad)
         return batch.num_rows
 
@@ -333,33 +331,3 @@ class TrainerRank:
             hidden = self._model.hidden(batch.ids, batch.groups, ())
             reference = head_logprobs(hidden[batch.rows], self._model.head_weight, batch.head)
         return batch.policy.with_reference(reference)
-
-
-def _observe(tally: _Tally, result: HeadResult, sampler: Tensor, first: int, last: int) -> None:
-    """Add one pass's tokens of one run."""
-    gap = (result.logprob[first:last] - sampler[first:last]).abs()
-    tally.mismatch_sum += float(gap.sum())
-    tally.mismatch_max = max(tally.mismatch_max, float(gap.max()))
-    tally.mismatch_tokens += last - first
-    tally.loss_sum += float(result.loss[first:last].sum())
-    tally.finite = tally.finite and bool(torch.isfinite(result.logprob[first:last]).all())
-
-
-def _count(slot: _Slot, tally: _Tally) -> RunBatchStats:
-    """Add the batch to the run's denominator and describe it."""
-    samples = [s for group in tally.groups for s in group.samples]
-    kept = [s for s in samples if not (slot.params.mask_truncated and s.truncated)]
-    tokens = sum(len(s.token_ids) for s in kept)
-    slot.denominator += tokens if slot.params.reduction == "tokenMean" else len(kept)
-    slot.groups += len(tally.groups)
-    return RunBatchStats(
-        uid=slot.uid,
-        groups=len(tally.groups),
-        samples=len(samples),
-        tokens=tokens,
-        mismatch_sum=tally.mismatch_sum,
-        mismatch_max=tally.mismatch_max,
-        mismatch_tokens=tally.mismatch_tokens,
-        loss_sum=tally.loss_sum,
-        response_tokens=sum(len(s.token_ids) for s in samples),
-    )

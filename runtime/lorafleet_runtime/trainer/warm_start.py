@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.storage import CONFIG_FILE, WEIGHTS_FILE, inside
+from lorafleet_runtime.storage import CONFIG_FILE, WEIGHTS_FILE, inside, read_regular
 from lorafleet_runtime.trainer.layout import FlatTensor, flat_layout
 from lorafleet_runtime.trainer.shape import read_shape
 
@@ -34,6 +34,9 @@ the base weights, so that the file alone says less than the adapter does."""
 
 _UNSET: tuple[Any, ...] = (None, False, [], {})
 """What every other field must be, known to this version or not."""
+
+_CONFIG_BYTES = 1 << 20
+"""Of an adapter_config.json, what is read; a longer one is no JSON then."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -65,9 +68,12 @@ def init_directory(init_from: str, storage_root: Path) -> Path:
         RunError: InitError; it lies outside the storage.
     """
     try:
-        return inside(storage_root, init_from)
+        directory = inside(storage_root, init_from)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):  # each may be a link, as in a hub cache
+            inside(storage_root, directory / name)
     except ValueError as error:
         raise init_error(f"{init_from!r} {error}") from error
+    return directory
 
 
 def read_peft_config(directory: Path, rank: int, alpha: int) -> bool:
@@ -81,8 +87,8 @@ def read_peft_config(directory: Path, rank: int, alpha: int) -> bool:
     """
     path = directory / CONFIG_FILE
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(read_regular(path, _CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise init_error(f"{path} cannot be read ({error}); give a PEFT adapter directory") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise init_error(f"{path}: peft_type is no LORA; only plain LoRA adapters can be trained further")
@@ -112,6 +118,7 @@ def check_tensors(directory: Path, layout: Sequence[FlatTensor]) -> None:
     """
     path = directory / WEIGHTS_FILE
     try:
+        read_regular(path, 0)  # safe_open would wait for ever on a named pipe
         with safe_open(path, framework="np") as stored:
             slices = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118 - safe_open is no mapping
             found = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in slices.items()}

@@ -91,6 +91,7 @@ START: dict[str, Any] = {"rank": 16, "alpha": 32, "targetModules": ["q_proj", "v
 def test_warm_start_keeps_the_scale_and_the_rslora_flag(
     qwen3: Path, tmp_path: Path, rslora: bool, scale: float
 ) -> None:
+    """Case 6 (vllm-project/vllm#55545, NVIDIA/TensorRT-LLM#1668): 32 / sqrt(16) was taken for 32 / 16."""
     source = write_peft(qwen3, tmp_path / "source", use_rslora=rslora)
     rank = make_rank(qwen3, tmp_path)
     rank.load(make_request("a", initFrom=str(tmp_path / "source"), **START))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet_runtime.types import PromptGroup, RunFault
+from lorafleet_runtime.types import Cursor, PromptGroup, RunFault
 from support.trainer import gradient, load, make_groups, make_rank, relative, train_step
 
 NEIGHBOURS = {
@@ -32,7 +32,7 @@ def trained(model: Path, storage: Path, together: bool, dtype: torch.dtype | Non
         for batch in (interleave(*(r[:2] for r in (*others, mine))), interleave(*(r[2:] for r in (mine, *others)))):
             assert not rank.accumulate(batch).faults
         for uid in ("a", *(NEIGHBOURS if together and round != 1 else ())):
-            assert not isinstance(rank.step(uid), RunFault)
+            assert not isinstance(rank.step(uid, Cursor()), RunFault)
     adapter = rank.adapter("a")
     return [adapter.master, *rank._slot("a").optimizer.moments]
 
@@ -118,7 +118,7 @@ def test_update_depends_neither_on_packing_nor_on_neighbours(llama: Path, tmp_pa
             parts = [*make_groups("b", count=2), *parts, *make_groups("b", count=1, seed=3)]
         for part in parts if split < 8 else [parts]:
             assert not rank.accumulate(part if isinstance(part, list) else [part]).faults
-        result = rank.step("a")
+        result = rank.step("a", Cursor())
         assert not isinstance(result, RunFault)
         results.append((result.grad_norm, rank.adapter("a").master.clone()))
     for norm, master in results[1:]:

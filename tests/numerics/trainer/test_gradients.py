@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorafleet_runtime.types import PromptGroup, Sample
+from lorafleet_runtime.types import Cursor, PromptGroup, Sample
 from support.trainer import gradient, load, make_groups, make_rank, named, peft_gradients, peft_model, relative
 
 Rule = Callable[[Tensor, Tensor, float, Tensor], Tensor]
@@ -154,7 +154,7 @@ def test_bfloat16_trains_with_float32_masters(qwen3: Path, tmp_path: Path) -> No
         assert adapter.master.dtype == adapter.grad.dtype == torch.float32
         assert adapter.weights.dtype == dtype
         grads.append(gradient(rank, "a"))
-        rank.step("a")
+        rank.step("a", Cursor())
         assert torch.equal(adapter.weights, adapter.master.to(dtype))
     assert relative(grads[1], grads[0]) < 0.05
     assert math.isfinite(float(grads[1].norm()))

@@ -78,7 +78,7 @@ def test_non_finite_gradient_is_a_fault_of_its_run_and_is_zeroed(qwen3: Path, tm
     before = everything(rank, "a")
     weights = rank.adapter("b").master.clone()
     rank.adapter("b").grad[3] = math.inf
-    fault = rank.step("b")
+    fault = rank.step("b", Cursor())
     assert isinstance(fault, RunFault) and fault.reason == reasons.NON_FINITE and fault.uid == "b"
     assert float(rank.adapter("b").grad.abs().sum()) == 0
     assert torch.equal(rank.adapter("b").master, weights)
@@ -170,4 +170,4 @@ def test_trainer_that_failed_in_a_batch_refuses_to_go_on(
     with pytest.raises(MemoryError):
         rank.accumulate(make_groups("a"))
     with pytest.raises(RuntimeFault, match="middle of a batch"):
-        rank.step("a")
+        rank.step("a", Cursor())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorafleet_runtime.types import PromptGroup, RunFault, StepResult
+from lorafleet_runtime.types import Cursor, PromptGroup, RunFault, StepResult
 from support.trainer import gradient, load, make_groups, make_rank
 
 ALGORITHM = {"lossReduction": "tokenMean", "maskTruncated": True, "tisMode": "Off"}
@@ -38,7 +38,7 @@ def test_batch_of_only_masked_completions_has_zero_gradient_and_steps(qwen3: Pat
     (stats,) = rank.accumulate([cut]).stats
     assert (stats.loss_sum, stats.tokens, stats.response_tokens) == (0.0, 0, 10)
     assert not gradient(rank, "a").any()
-    result = rank.step("a")
+    result = rank.step("a", Cursor())
     assert isinstance(result, StepResult) and result.grad_norm == 0.0 and result.step == 1
 
 
@@ -49,7 +49,7 @@ def test_gradient_of_a_group_with_a_masked_sample_is_that_of_the_rest(qwen3: Pat
         rank = make_rank(qwen3, tmp_path)
         load(rank, "a", algorithm=ALGORITHM)
         rank.accumulate([batch])
-        result = rank.step("a")
+        result = rank.step("a", Cursor())
         assert not isinstance(result, RunFault)
         norms.append(result.grad_norm)
     assert norms[0] == norms[1] > 0
@@ -65,7 +65,7 @@ def test_step_divides_the_sum_by_samples_or_tokens(
     for group in make_groups("a", count=2):
         rank.accumulate([group])
     total = gradient(rank, "a")
-    result = rank.step("a")
+    result = rank.step("a", Cursor())
     assert isinstance(result, StepResult)
     assert result.grad_norm == pytest.approx(float(total.norm()) / denominator, rel=1e-5)
     assert not gradient(rank, "a").any()

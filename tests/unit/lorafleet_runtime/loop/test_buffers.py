@@ -70,6 +70,13 @@ def test_a_full_batch_leaves_the_next_group_in_place() -> None:
     assert [g.index for g in buffers.collect({"a": need(3)}, 4).groups] == [2]
 
 
+def test_a_group_that_is_consumed_twice_counts_once() -> None:
+    tracker = CursorTracker(Cursor())
+    for index in (0, 2, 0, 2):
+        tracker.consume(index)
+    assert tracker.cursor == Cursor(1, (2,))
+
+
 @given(st.lists(st.sampled_from(["take", "use", "return"]), max_size=80))
 def test_the_cursor_hands_out_every_index_once_and_resumes_with_the_unused(operations: list[str]) -> None:
     tracker = CursorTracker(Cursor())

@@ -6,8 +6,7 @@ import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.loop.lifecycle import drain
-from lorafleet_runtime.types import DroppedGroup, PromptGroup, RunFault, VersionId
+from lorafleet_runtime.types import DroppedGroup, RunFault, VersionId
 from support.fleets import World, build_world, running
 from support.runs import put
 
@@ -112,58 +111,6 @@ async def test_dropped_groups_are_replaced_by_the_next_prompts(world: World) -> 
     assert world.registry.runs["a"].progress.dropped == {"rewardError": 1}
 
 
-async def test_a_dead_trainer_resumes_from_the_last_checkpoint_without_training_a_step_twice(world: World) -> None:
-    calls = 0
-
-    def die_once(groups: list[PromptGroup]) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            world.trainers[-1].dead = True
-
-    world.configure_trainer = lambda t: setattr(t, "on_accumulate", die_once)
-    async with running(world):
-        put(world.registry, "a", numStep=6, checkpoint={"intervalSteps": 2}, rolloutBatchSize=1)
-        await world.until(lambda: ended(world, "a"))
-    run = world.registry.runs["a"]
-    assert (run.state, run.step, run.restarts, run.incarnation) == ("COMPLETED", 6, 1, "1.2")
-    survived = world.trainers[0].target.trained[:4] + world.trainers[1].target.trained
-    assert survived == [("a", i, i + 1) for i in range(6)]
-
-
-async def test_a_run_that_kills_the_trainer_is_found_and_failed(world: World) -> None:
-    def die_on_bad(groups: list[PromptGroup]) -> None:
-        if any(g.uid == "bad" for g in groups):
-            world.trainers[-1].dead = True
-
-    world.configure_trainer = lambda t: setattr(t, "on_accumulate", die_on_bad)
-    async with running(world):
-        put(world.registry, "bad", backoffLimit=1)
-        put(world.registry, "good")
-        await world.until(lambda: ended(world, "bad") and ended(world, "good"), timeout=20)
-    assert world.registry.runs["bad"].reason == reasons.TRAINER_CRASHED
-    assert world.registry.runs["good"].state == "COMPLETED"
-
-
-async def test_a_trainer_that_raises_in_a_batch_is_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[object] = []
-    monkeypatch.setattr("ray.kill", killed.append)
-    raised = False
-
-    def raise_once(groups: list[PromptGroup]) -> None:
-        nonlocal raised
-        if not raised:
-            raised = True
-            raise RuntimeError("kernel fault")
-
-    world.configure_trainer = lambda t: setattr(t, "on_accumulate", raise_once)
-    async with running(world):
-        put(world.registry, "a")
-        await world.until(lambda: ended(world, "a"))
-    assert killed == [world.trainers[0]]
-    assert world.registry.runs["a"].state == "COMPLETED"
-
-
 async def test_a_dead_engine_is_reaped_and_gets_every_live_version(world: World) -> None:
     async with running(world):
         put(world.registry, "a", numStep=50)
@@ -226,15 +173,6 @@ async def test_suspend_and_resume_continue_at_the_same_step(world: World) -> Non
     assert sorted(i for _, i, _ in counted) == list(range(2 * step, 60))
 
 
-async def test_a_checkpoint_that_cannot_be_written_fails_the_run_instead_of_completing(world: World) -> None:
-    full = RunError(reasons.STORAGE_ERROR, "disk full")
-    world.configure_trainer = lambda t: setattr(t, "checkpoint_error", full)
-    async with running(world):
-        put(world.registry, "a")
-        await world.until(lambda: ended(world, "a"))
-    assert (world.registry.runs["a"].state, world.registry.runs["a"].reason) == ("FAILED", reasons.STORAGE_ERROR)
-
-
 async def test_old_versions_leave_the_engine(world: World) -> None:
     async with running(world):
         put(world.registry, "a", numStep=1000)
@@ -247,13 +185,3 @@ async def test_an_overdue_run_is_failed(world: World) -> None:
         put(world.registry, "a", registrationDeadlineSeconds=1, created=1.0)
         await world.until(lambda: ended(world, "a"))
     assert world.registry.runs["a"].reason == reasons.DEADLINE_EXCEEDED
-
-
-async def test_a_stop_saves_live_runs_at_their_last_step(world: World) -> None:
-    async with running(world):
-        put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 500})
-        await world.until(lambda: world.registry.runs["a"].step >= 3)
-        await drain(world.fleet)
-        step, cursor = world.disk["a"]
-    assert step >= 3
-    assert cursor.low == 2 * step  # exactly the groups of the steps that are saved

@@ -34,7 +34,7 @@ def test_a_run_goes_from_queued_to_active(registry: Registry) -> None:
     assert [r.uid for r in registry.assign()] == ["a"]
     run = registry.runs["a"]
     assert (run.state, run.slot, run.incarnation, run.registered) == ("PENDING", 0, "7.1", False)
-    registry.loaded(Loaded("a", 0, Cursor()))
+    registry.loaded(Loaded("a", 0, Cursor()), now=1.0)
     assert not run.registered
     registry.published("a", 1, now=5.0)
     assert (run.state, run.registered, run.weight_version, run.start_time) == ("ACTIVE", True, 1, 5.0)
@@ -67,12 +67,47 @@ def test_waiting_runs_have_a_position_and_take_the_next_free_slot_by_age(registr
     assert (c.queue_position, d.queue_position) == (1, 2)
     assert c.reason == reasons.SLOTS_EXHAUSTED
     assert "position 1" in c.message
-    registry.loaded(Loaded("a", 0, Cursor()))
+    registry.loaded(Loaded("a", 0, Cursor()), now=1.0)
     registry.fail(RunFault("a", reasons.DATA_ERROR, "x"))
     registry.saved("a", None, now=9.0)
     assert registry.cleaned("a")
     assert [r.uid for r in registry.assign()] == ["c"]
     assert registry.runs["c"].slot == 0
+
+
+def test_runs_of_the_same_second_queue_in_the_order_in_which_they_came(registry: Registry) -> None:
+    """creationTimestamp has whole seconds; uids are random."""
+    for uid in ("z", "m", "a", "k"):
+        put(registry, uid, created=5.0)
+        registry.checked(uid, DATASET)
+    assert [run.uid for run in registry.assign()] == ["z", "m"]
+    assert [(uid, registry.view(uid).queue_position) for uid in ("a", "k")] == [("a", 1), ("k", 2)]
+
+
+def test_places_in_the_queue_never_tie(registry: Registry) -> None:
+    for number in range(7):
+        put(registry, f"r{number}", created=float(number % 3))
+        registry.checked(f"r{number}", DATASET)
+        registry.assign()
+        places = [v.queue_position for v in registry.listing().adapters if v.state == "QUEUED"]
+        assert sorted(places) == list(range(1, len(places) + 1))  # type: ignore[type-var]
+
+
+def test_bad_runs_free_the_only_slot_for_the_next_one() -> None:
+    """Case 11 (kubernetes-sigs/kueue#13413): rank above the limit, and a failure after the slot was taken."""
+    registry = Registry(pool_spec(slots=1), boot_epoch=1)
+    registry.observe_trainer({})
+    registry.sync([])
+    put(registry, "rank", rank=64)
+    assert (registry.runs["rank"].state, registry.runs["rank"].reason) == ("FAILED", reasons.RANK_TOO_LARGE)
+    activate(registry, "odd")
+    registry.fail(RunFault("odd", reasons.REWARD_ERROR, "it raised"))
+    put(registry, "next")
+    registry.checked("next", DATASET)
+    assert registry.assign() == []
+    registry.saved("odd", None, 1.0)
+    assert registry.cleaned("odd")
+    assert [run.uid for run in registry.assign()] == ["next"]
 
 
 def test_priority_goes_before_age(registry: Registry) -> None:
@@ -134,7 +169,7 @@ def test_a_run_that_had_all_its_steps_completes_on_load(registry: Registry) -> N
     put(registry, "a")
     registry.checked("a", DATASET)
     registry.assign()
-    registry.loaded(Loaded("a", 3, Cursor()))
+    registry.loaded(Loaded("a", 3, Cursor()), now=1.0)
     assert registry.runs["a"].state == "RETIRING"
 
 
@@ -230,7 +265,7 @@ def test_the_first_fault_stays(registry: Registry) -> None:
     assert ending.reason == reasons.NON_FINITE
 
 
-def test_a_lost_trainer_sends_live_runs_back_under_a_new_incarnation(registry: Registry) -> None:
+def test_a_lost_trainer_sends_live_runs_back_to_load_again(registry: Registry) -> None:
     activate(registry, "a")
     activate(registry, "b")
     one_step(registry, "a")
@@ -238,18 +273,58 @@ def test_a_lost_trainer_sends_live_runs_back_under_a_new_incarnation(registry: R
     registry.fail(RunFault("b", reasons.NON_FINITE, "x"))
     registry.trainer_lost()
     a, b = registry.runs["a"], registry.runs["b"]
-    assert (a.state, a.slot, a.loaded, a.weight_version, a.accumulated_groups, a.restarts) == (
-        "PENDING", 0, False, 0, 0, 1)  # fmt: skip
-    assert a.incarnation == "7.3"
-    assert b.state == "CLEANUP"
+    assert (a.state, a.slot, a.loaded, a.accumulated_groups, a.restarts) == ("PENDING", 0, False, 0, 1)
+    assert not a.registered
+    assert (b.state, b.loaded) == ("RETIRING", False)
 
 
-def test_a_lost_trainer_takes_back_a_completion_without_checkpoint(registry: Registry) -> None:
+def test_a_run_that_loads_again_where_it_was_keeps_its_incarnation_and_versions(registry: Registry) -> None:
+    activate(registry, "a")
+    one_step(registry, "a")
+    registry.published("a", 2, now=5.0)
+    registry.trainer_lost()
+    registry.loaded(Loaded("a", 1, Cursor()), now=6.0)
+    a = registry.runs["a"]
+    assert (a.state, a.incarnation, a.weight_version, a.trainer_version, a.step) == ("ACTIVE", "7.1", 2, 2, 1)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_run_that_loads_again_elsewhere_begins_a_new_incarnation(registry: Registry, step: int) -> None:
+    activate(registry, "a")
+    one_step(registry, "a")
+    registry.trainer_lost()
+    registry.loaded(Loaded("a", step, Cursor()), now=6.0)
+    a = registry.runs["a"]
+    assert (a.state, a.incarnation, a.weight_version, a.step, a.start_step) == ("PENDING", "7.2", 0, step, step)
+
+
+def test_a_completion_without_checkpoint_survives_a_lost_trainer(registry: Registry) -> None:
     activate(registry, "a", step=2)
     one_step(registry, "a")
     registry.trainer_lost()
+    registry.loaded(Loaded("a", 3, Cursor()), now=6.0)
     run = registry.runs["a"]
-    assert (run.state, run.ending) == ("PENDING", None)
+    assert (run.state, run.loaded, run.step) == ("RETIRING", True, 3)
+
+
+def test_a_completion_whose_last_step_is_lost_trains_it_again(registry: Registry) -> None:
+    activate(registry, "a", step=2)
+    one_step(registry, "a")
+    registry.trainer_lost()
+    registry.loaded(Loaded("a", 2, Cursor()), now=6.0)
+    run = registry.runs["a"]
+    assert (run.state, run.ending, run.step) == ("PENDING", None, 2)
+
+
+def test_a_suspension_survives_a_lost_trainer_at_any_step(registry: Registry) -> None:
+    activate(registry, "a")
+    one_step(registry, "a")
+    put(registry, "a", generation=2, suspend=True)
+    registry.trainer_lost()
+    registry.loaded(Loaded("a", 0, Cursor()), now=6.0)
+    run = registry.runs["a"]
+    assert run.ending is not None
+    assert (run.state, run.ending.outcome, run.step) == ("RETIRING", "Suspended", 0)
 
 
 def test_an_older_operator_is_fenced(registry: Registry) -> None:

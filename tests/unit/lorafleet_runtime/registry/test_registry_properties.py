@@ -57,7 +57,7 @@ def _progress(registry: Registry, name: str, uid: str) -> None:
     if name == "check" and run.state == "QUEUED":
         registry.checked(uid, DATASET)
     elif name == "load" and run.state == "PENDING" and not run.loaded:
-        registry.loaded(Loaded(uid, 0, Cursor()))
+        registry.loaded(Loaded(uid, 0, Cursor()), now=1.0)
     elif name == "publish" and run.state in ("PENDING", "ACTIVE") and run.loaded:
         registry.published(uid, run.trainer_version, 1.0)
     elif name == "commit" and run.state == "ACTIVE" and run.accumulated_groups < run.groups_per_step:

@@ -4,7 +4,7 @@ import pytest
 
 from lorafleet_runtime.registry.admission import SpecProblem
 from lorafleet_runtime.registry.registry import Registry
-from lorafleet_runtime.types import Artifact, EngineStatus, StepResult
+from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, StepResult
 from support.runs import DATASET, activate, pool_spec, put, run_spec
 
 ARTIFACT = Artifact("/storage/x/step_3", 3, "abc")
@@ -83,6 +83,7 @@ def test_a_cancel_that_gave_way_to_a_completion_holds_when_the_completion_is_los
     registry.stepped(StepResult("a", 3, 1e-3, 1.0), now=9.0)
     put(registry, "a", generation=2, cancel=True)
     registry.trainer_lost()
+    registry.loaded(Loaded("a", 2, Cursor()), now=10.0)
     ending = registry.runs["a"].ending
     assert ending is not None
     assert ending.outcome == "Cancelled"
@@ -90,5 +91,6 @@ def test_a_cancel_that_gave_way_to_a_completion_holds_when_the_completion_is_los
 
 def test_a_target_never_shrinks(registry: Registry) -> None:
     activate(registry, "a")
-    put(registry, "a", generation=2, numStep=1)
-    assert registry.runs["a"].target_step == 3
+    with pytest.raises(SpecProblem, match="numStep: 1: is below the run's target step 3 and may only grow"):
+        put(registry, "a", generation=2, numStep=1)
+    assert (registry.runs["a"].target_step, registry.runs["a"].generation) == (3, 1)

@@ -1,0 +1,58 @@
+"""One thread that writes what people read later (logs and samples of runs), so that the loop never waits for a disk.
+
+Used by `journal` and `samples`. Nothing here may fail or delay a run: a write that fails is logged once until one
+succeeds again, and when the disk cannot keep up the newest writes are left out.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_MOST_WAITING = 512
+
+Job = Callable[[], None]
+
+
+class BackgroundWriter:
+    """Runs small file jobs in order on a daemon thread, which starts with the first job."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[Job] = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._troubled = False
+
+    def submit(self, job: Job) -> None:
+        """Run the job later; call from the event loop's thread only."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="background-writer", daemon=True)
+            self._thread.start()
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            self._trouble("the disk is too slow")
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until everything submitted so far is done. False when it took longer."""
+        done = threading.Event()
+        self.submit(done.set)
+        return done.wait(seconds)
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                job()
+            except OSError as error:
+                self._trouble(str(error))
+            except Exception:  # the border of this thread: a bad job must not end the others
+                log.exception("a run's log or samples could not be written")
+            else:
+                self._troubled = False
+
+    def _trouble(self, why: str) -> None:
+        if not self._troubled:
+            self._troubled = True
+            log.error("logs and samples of runs are not written until this is mended: %s", why)

@@ -1,0 +1,164 @@
+"""What a dying trainer costs: no step, no group, and no run but the one that kills it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_runtime.types import Cursor, Manifest, PromptGroup, StepResult
+from support.fake_actors import FakeTrainer
+from support.fleets import World, build_world, running
+from support.runs import put
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = build_world(tmp_path)
+    world.registry.sync([])
+    return world
+
+
+def ended(world: World, uid: str) -> bool:
+    return world.registry.runs[uid].state in ("COMPLETED", "FAILED", "SUSPENDED")
+
+
+async def test_a_dead_trainer_costs_no_step_and_no_group(world: World) -> None:
+    calls = 0
+
+    def die_once(groups: list[PromptGroup]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            world.trainers[-1].dead = True
+
+    world.configure_trainer = lambda t: setattr(t, "on_accumulate", die_once)
+    async with running(world):
+        put(world.registry, "a", numStep=8, rolloutBatchSize=1)
+        await world.until(lambda: ended(world, "a"))
+    run = world.registry.runs["a"]
+    assert (run.state, run.step, run.restarts, run.incarnation) == ("COMPLETED", 8, 1, "1.1")
+    lost, trained = world.trainers[0].target.trained, world.trainers[1].target.trained
+    assert lost == [("a", i, i + 1) for i in range(6)]
+    assert trained == [("a", i, i + 1) for i in range(5, 8)]  # the batch that died is trained again, as it was
+    assert sorted({index for _, index, _ in world.worker.groups}) == list(range(8))  # and nothing is sampled again
+    assert len(world.worker.groups) == 8
+
+
+async def test_a_trainer_without_snapshots_resumes_from_the_last_checkpoint(world: World) -> None:
+    def die_once(groups: list[PromptGroup]) -> None:
+        if groups[0].index == 5 and len(world.trainers) == 1:
+            world.trainers[-1].dead = True
+            world.node.clear()
+
+    world.configure_trainer = lambda t: setattr(t, "on_accumulate", die_once)
+    async with running(world):
+        put(world.registry, "a", numStep=6, checkpoint={"intervalSteps": 2}, rolloutBatchSize=1)
+        await world.until(lambda: ended(world, "a"))
+    run = world.registry.runs["a"]
+    assert (run.state, run.step, run.restarts, run.incarnation) == ("COMPLETED", 6, 1, "1.2")
+    survived = world.trainers[0].target.trained[:4] + world.trainers[1].target.trained
+    assert survived == [("a", i, i + 1) for i in range(6)]
+
+
+async def test_a_step_whose_answer_was_lost_is_not_made_again(world: World) -> None:
+    def die_after_step(trainer: FakeTrainer) -> None:
+        step = trainer.step
+
+        def dying(uid: str, cursor: Cursor) -> StepResult:
+            result = step(uid, cursor)
+            if result.step == 3 and len(world.trainers) == 1:
+                world.trainers[-1].dead = True
+            return result
+
+        trainer.step = dying  # type: ignore[method-assign]
+
+    world.configure_trainer = die_after_step
+    async with running(world):
+        put(world.registry, "a", numStep=5, rolloutBatchSize=1)
+        await world.until(lambda: ended(world, "a"))
+    assert world.registry.runs["a"].state == "COMPLETED"
+    assert world.trained() == [("a", i, i + 1) for i in range(5)]
+
+
+async def test_a_version_that_was_not_exported_before_the_trainer_died_is_published(world: World) -> None:
+    def die_in_export(trainer: FakeTrainer) -> None:
+        export = trainer.export
+
+        def dying(uid: str) -> Manifest:
+            if trainer.loaded[uid][1] == 2 and len(world.trainers) == 1:
+                world.trainers[-1].dead = True
+            return export(uid)
+
+        trainer.export = dying  # type: ignore[method-assign]
+
+    world.configure_trainer = die_in_export
+    async with running(world):
+        put(world.registry, "a", numStep=4, rolloutBatchSize=1, maxStaleness=0)
+        await world.until(lambda: ended(world, "a"))
+    run = world.registry.runs["a"]
+    assert (run.state, run.incarnation) == ("COMPLETED", "1.1")
+    assert [version for _, _, version in world.worker.groups] == [1, 2, 3, 4]
+
+
+async def test_groups_that_finish_while_the_trainer_restarts_are_kept(world: World) -> None:
+    started, release = asyncio.Event(), asyncio.Event()
+
+    async def slow_start(trainer: FakeTrainer) -> dict[int, str]:
+        started.set()
+        await release.wait()
+        return trainer.slots()
+
+    async with running(world):
+        world.worker.gate = asyncio.Event()
+        put(world.registry, "a", rolloutBatchSize=2, maxStaleness=3)
+        await world.until(lambda: world.fleet.states.get("a") is not None and world.fleet.states["a"].in_flight == 6)
+        world.configure_trainer = lambda t: setattr(t, "start", lambda: slow_start(t))
+        world.trainers[0].dead = True
+        await asyncio.gather(world.fleet.trainer.call("slots"), started.wait(), return_exceptions=True)
+        world.worker.gate.set()
+        await world.until(lambda: world.fleet.buffers.count("a") == 6)
+        release.set()
+        await world.until(lambda: ended(world, "a"))
+    assert sorted(index for _, index, _ in world.worker.groups) == list(range(6))
+
+
+async def test_snapshots_of_runs_that_ended_meanwhile_are_removed(world: World) -> None:
+    world.node["gone"] = world.node["mine"] = (3, Cursor())
+    world.registry.sync(["mine"])
+    async with running(world):
+        await world.until(lambda: "gone" not in world.node)
+    assert set(world.node) == {"mine"}
+
+
+async def test_a_run_that_kills_the_trainer_is_found_and_failed(world: World) -> None:
+    def die_on_bad(groups: list[PromptGroup]) -> None:
+        if any(g.uid == "bad" for g in groups):
+            world.trainers[-1].dead = True
+
+    world.configure_trainer = lambda t: setattr(t, "on_accumulate", die_on_bad)
+    async with running(world):
+        put(world.registry, "bad", backoffLimit=1)
+        put(world.registry, "good")
+        await world.until(lambda: ended(world, "bad") and ended(world, "good"), timeout=20)
+    assert world.registry.runs["bad"].reason == reasons.TRAINER_CRASHED
+    assert world.registry.runs["good"].state == "COMPLETED"
+
+
+async def test_a_trainer_that_raises_in_a_batch_is_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[object] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+    raised = False
+
+    def raise_once(groups: list[PromptGroup]) -> None:
+        nonlocal raised
+        if not raised:
+            raised = True
+            raise RuntimeError("kernel fault")
+
+    world.configure_trainer = lambda t: setattr(t, "on_accumulate", raise_once)
+    async with running(world):
+        put(world.registry, "a")
+        await world.until(lambda: ended(world, "a"))
+    assert killed == [world.trainers[0]]
+    assert world.registry.runs["a"].state == "COMPLETED"
