@@ -34,18 +34,13 @@ def run_spec_rules() -> list[Rule]:
 
 
 def run_rules() -> list[Rule]:
-    """Rules on the whole AdapterRun: numStep against what the run has already done."""
+    """Rules on the whole AdapterRun: its length against what the run has already done."""
     return [
-        {
-            "rule": f"!({_FINISHED}) || (has(self.spec.numStep) == has(oldSelf.spec.numStep) && "
-            "(!has(self.spec.numStep) || self.spec.numStep == oldSelf.spec.numStep))",
-            "message": "numStep cannot change after the run finished; create a new AdapterRun with initFrom instead",
-            "fieldPath": ".spec.numStep",
-        },
+        *(_fixed_once_finished(name) for name in ("numStep", "numEpoch")),
         {
             "rule": "!has(self.spec.numStep) || has(oldSelf.spec.numStep) || !has(oldSelf.status) || "
             "!has(oldSelf.status.targetStep) || self.spec.numStep >= oldSelf.status.targetStep",
-            "message": "numStep may only grow: it is below status.targetStep",
+            "message": "numStep may only grow: it is below status.targetStep; cancel the run to end it earlier",
             "fieldPath": ".spec.numStep",
         },
     ]
@@ -62,10 +57,19 @@ def _immutable(name: str) -> Rule:
     }
 
 
+def _fixed_once_finished(name: str) -> Rule:
+    return {
+        "rule": f"!({_FINISHED}) || (has(self.spec.{name}) == has(oldSelf.spec.{name}) && "
+        f"(!has(self.spec.{name}) || self.spec.{name} == oldSelf.spec.{name}))",
+        "message": f"{name} cannot change after the run finished; create a new AdapterRun with initFrom instead",
+        "fieldPath": f".spec.{name}",
+    }
+
+
 def _grows(name: str) -> Rule:
     return {
         "rule": f"!has(oldSelf.{name}) || (has(self.{name}) && self.{name} >= oldSelf.{name})",
-        "message": f"{name} may only grow",
+        "message": f"{name} may only grow; cancel the run to end it earlier",
         "fieldPath": f".{name}",
     }
 

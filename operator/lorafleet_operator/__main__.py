@@ -16,6 +16,16 @@ def parse(argv: list[str] | None = None) -> tuple[Settings, str]:
     scope = parser.add_mutually_exclusive_group()
     scope.add_argument("--namespace", default=_env("NAMESPACE"), help="watch this namespace only")
     scope.add_argument("--all-namespaces", action="store_true", help="watch all namespaces (default)")
+    parser.add_argument(
+        "--lease-namespace",
+        default=_env("LEASE_NAMESPACE"),
+        help="namespace of the Lease by which one operator works at a time (default: --namespace, or lorafleet-system)",
+    )
+    parser.add_argument(
+        "--identity",
+        default=_env("IDENTITY"),
+        help="holder of the Lease; a restart under the same one goes on at once (default: new at each start)",
+    )
     parser.add_argument("--metrics-port", type=int, default=int(_env("METRICS_PORT") or 8080), help="0: none")
     parser.add_argument("--health-port", type=int, default=int(_env("HEALTH_PORT") or 8081), help="0: none")
     parser.add_argument("--host", default=_env("HOST") or "0.0.0.0", help="address that both ports bind")
@@ -35,6 +45,8 @@ def parse(argv: list[str] | None = None) -> tuple[Settings, str]:
         health_port=options.health_port,
         host=options.host,
         progress_seconds=options.progress_seconds,
+        lease_namespace=options.lease_namespace,
+        **({"identity": options.identity} if options.identity else {}),
     )
     return settings, options.log_level
 

@@ -1,6 +1,8 @@
-"""One operator process: lists everything, then watches and reconciles until told to end. Caller: `__main__`.
+"""One operator process: takes the lease, lists everything, then watches and reconciles until it ends.
 
-main thread, main loop:  workers · pool connections · heartbeat · resync
+Caller: `__main__`.
+
+main thread, main loop:  lease · workers · pool connections · heartbeat · resync
 thread "kopf":           watches, hands events over
 threads "http-PORT":     probes and metrics
 """
@@ -19,6 +21,7 @@ from lorafleet_operator.handlers.watch import Watcher
 from lorafleet_operator.health import Health, serve
 from lorafleet_operator.kube.access import load_access
 from lorafleet_operator.kube.client import KubeClient, open_client
+from lorafleet_operator.kube.lease import Lease
 from lorafleet_operator.pool.backoff import Backoff
 from lorafleet_operator.pool.links import Links
 from lorafleet_operator.queue import KeyedQueue
@@ -41,6 +44,8 @@ class Process:
         self._settings = settings
         self._access = load_access(settings.kubeconfig)
         self._kube: KubeClient = open_client(self._access)
+        self._lease = Lease(self._kube, settings.lease_home, settings.identity, settings.lease_seconds)
+        self._kube.may_write = self._lease.check
         self._store = Store()
         self._queue: KeyedQueue[Key] = KeyedQueue()
         self._links = Links(self._store, self._queue, self._kube, settings, self._fenced)
@@ -63,7 +68,7 @@ class Process:
         self._health.watching = lambda: watcher.alive
         tasks = [asyncio.create_task(self._beat())]
         try:
-            primed = asyncio.create_task(self._prime())
+            primed = asyncio.create_task(self._begin())
             await asyncio.wait([primed, asyncio.create_task(self._stop.wait())], return_when=asyncio.FIRST_COMPLETED)
             if primed.done():
                 primed.result()
@@ -72,6 +77,7 @@ class Process:
                 tasks += [
                     asyncio.create_task(run_workers(self._controller, self._settings.workers)),
                     asyncio.create_task(self._resync()),
+                    asyncio.create_task(self._lease.hold(self._fenced)),
                 ]
                 await self._stop.wait()
             else:
@@ -89,6 +95,8 @@ class Process:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._links.close()
+        if self._exit_code != EXIT_FENCED:  # a fenced one leaves the others time: it waits for its own lease to expire
+            await self._lease.release()
         await self._kube.close()
         for server in servers:
             await asyncio.to_thread(server.shutdown)
@@ -99,6 +107,10 @@ class Process:
             metrics.REGISTRY.register(metrics.RunCollector(self._store, self._links.connected))
         ports = sorted({self._settings.metrics_port, self._settings.health_port} - {0})
         return [serve(self._settings.host, port, self._health, metrics.REGISTRY) for port in ports]
+
+    async def _begin(self) -> None:
+        await self._lease.acquire()
+        await self._prime()
 
     async def _prime(self) -> None:
         """Lists pools and runs before anything is decided: no run may be missing from the first PUT /v1/pool."""
@@ -160,7 +172,8 @@ class Process:
             metrics.API_LAST_SUCCESS.set(self._kube.last_success or 0.0)
 
     def _fenced(self, why: str) -> None:
-        self._end(EXIT_FENCED, f"fenced: a newer operator owns {why}")
+        self._lease.give_up()
+        self._end(EXIT_FENCED, f"fenced: another operator works here: {why}")
 
     def _watch_ended(self, error: BaseException | None) -> None:
         self._end(EXIT_WATCH_ENDED, f"the watches ended: {error}")

@@ -150,6 +150,10 @@ class Controller:
         """DESIGN: at most one progress write per run per max(15 s, active runs / 10 per second)."""
         return max(self._settings.progress_seconds, self._links.active_runs() / 10.0)
 
+    def _queue_interval(self) -> float:
+        """At most one queue position per run per minute; more often in a short queue, where people compare places."""
+        return min(self._settings.queue_position_seconds, max(1.0, self._links.queued_runs() / 10.0))
+
     @staticmethod
     def _flags(obj: Object | None) -> list[tuple[str, str, str]]:
         status = (obj or {}).get("status") or {}
@@ -163,8 +167,7 @@ class Controller:
         if desired is None:
             return None
         since = self._clock() - self._written.get(key, 0.0)
-        queue_seconds = self._settings.queue_position_seconds
-        wait = write_in(obj.get("status") or {}, desired, since, interval, queue_seconds)
+        wait = write_in(obj.get("status") or {}, desired, since, interval, self._queue_interval())
         if wait is None or wait > 0.0:
             return wait
         try:

@@ -1,6 +1,11 @@
 """Settings of one operator process. Made by `__main__` from flags and environment; read by everyone else."""
 
-from dataclasses import dataclass
+import socket
+import uuid
+from dataclasses import dataclass, field
+
+INSTALL_NAMESPACE = "lorafleet-system"
+"""Where manifests/base puts the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +16,12 @@ class Settings:
     """Path of a kubeconfig; None means the service account of the pod."""
     namespace: str | None = None
     """The one namespace to watch; None means all."""
+    lease_namespace: str | None = None
+    """Namespace of the Lease that keeps a second operator waiting; None means `namespace`, or lorafleet-system."""
+    identity: str = field(default_factory=lambda: f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}")
+    """Who holds the Lease. A process that is started again under the same identity need not wait for it to expire."""
+    lease_seconds: float = 15.0
+    """An operator that has not renewed its Lease for so long is replaced."""
     metrics_port: int = 0
     """Port of /metrics; 0 serves none."""
     health_port: int = 0
@@ -37,3 +48,8 @@ class Settings:
     """Objects reconciled at once."""
     writes_per_second: float = 20.0
     """Status writes of all runs together."""
+
+    @property
+    def lease_home(self) -> str:
+        """The namespace of the Lease."""
+        return self.lease_namespace or self.namespace or INSTALL_NAMESPACE

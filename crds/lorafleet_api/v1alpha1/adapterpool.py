@@ -5,14 +5,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from lorafleet_api.v1alpha1.adapterrun import TargetModule
-from lorafleet_api.v1alpha1.meta import ApiModel
+from lorafleet_api.v1alpha1.meta import SpecModel
 
 ALL_LINEAR: list[TargetModule] = [
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
 ]  # fmt: skip
 
 
-class BaseModelRef(ApiModel):
+class BaseModelRef(SpecModel):
     """The frozen base model; give exactly one of name and path."""
 
     name: str | None = None
@@ -31,7 +31,7 @@ class BaseModelRef(ApiModel):
         return self
 
 
-class TrainerSpec(ApiModel):
+class TrainerSpec(SpecModel):
     """The Megatron-core trainer."""
 
     data_parallel: int = Field(default=1, ge=1)
@@ -50,7 +50,7 @@ class TrainerSpec(ApiModel):
     """Pod resources of a trainer rank."""
 
 
-class EnginesSpec(ApiModel):
+class EnginesSpec(SpecModel):
     """The vLLM engines; every adapter is resident on every engine."""
 
     replicas: int = Field(default=1, ge=1)
@@ -75,7 +75,7 @@ class EnginesSpec(ApiModel):
     """Pod resources of an engine."""
 
 
-class RolloutSpec(ApiModel):
+class RolloutSpec(SpecModel):
     """How batches are collected."""
 
     global_batch_size: int = Field(default=256, ge=1)
@@ -88,9 +88,11 @@ class RolloutSpec(ApiModel):
     """Prompt groups generating at once over all runs."""
     workers: int = Field(default=1, ge=1)
     """Rollout worker processes."""
+    reward_memory_bytes: int = Field(default=4 << 30, ge=256 << 20)
+    """Memory that a run's reward process may allocate."""
 
 
-class WeightSync(ApiModel):
+class WeightSync(SpecModel):
     """How new adapter versions reach the engines."""
 
     strategy: Literal["ObjectStore"] = "ObjectStore"
@@ -99,7 +101,7 @@ class WeightSync(ApiModel):
     """Largest buffer sent at once."""
 
 
-class Storage(ApiModel):
+class Storage(SpecModel):
     """Shared storage for checkpoints and data; give exactly one of path and pvc."""
 
     path: str | None = None
@@ -108,7 +110,7 @@ class Storage(ApiModel):
     """ReadWriteMany claim."""
 
 
-class SecretRef(ApiModel):
+class SecretRef(SpecModel):
     """One key of a Secret."""
 
     name: str = Field(min_length=1)
@@ -117,7 +119,7 @@ class SecretRef(ApiModel):
     """Key inside it."""
 
 
-class Endpoint(ApiModel):
+class Endpoint(SpecModel):
     """A running runtime to adopt instead of making a RayCluster."""
 
     url: str = Field(min_length=1, max_length=2048)
@@ -126,7 +128,7 @@ class Endpoint(ApiModel):
     """Secret with the runtime's bearer token."""
 
 
-class AdapterPoolSpec(ApiModel):
+class AdapterPoolSpec(SpecModel):
     """One base model, one trainer with a slot per adapter, and the engines that serve all adapters."""
 
     base_model: BaseModelRef

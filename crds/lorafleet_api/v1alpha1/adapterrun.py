@@ -1,16 +1,16 @@
 """AdapterRun: one LoRA reinforcement-learning experiment. Field names are those of miles' adapter.yaml in camelCase."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from lorafleet_api.v1alpha1.meta import ApiModel
+from lorafleet_api.v1alpha1.meta import SpecModel
 
 TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The seven linear projections of a decoder layer that LoRA may adapt (HF names)."""
 
 
-class PoolRef(ApiModel):
+class PoolRef(SpecModel):
     """The AdapterPool that trains this run."""
 
     name: str = Field(min_length=1, max_length=253)
@@ -19,7 +19,7 @@ class PoolRef(ApiModel):
     """Namespace of the AdapterPool; unset means the run's own. Another namespace needs the pool's allowedNamespaces."""
 
 
-class Sampling(ApiModel):
+class Sampling(SpecModel):
     """How completions are sampled. Values not listed here (top-k, penalties) are always sent as neutral."""
 
     temperature: float = Field(default=1.0, ge=0.0, le=10.0)
@@ -28,11 +28,11 @@ class Sampling(ApiModel):
     """Nucleus sampling mass. Training needs 1: the trainer does not renormalise over the nucleus."""
     max_tokens: int = Field(default=1024, ge=1, le=1_048_576)
     """Upper bound on completion length, in tokens."""
-    stop: list[str] = Field(default_factory=list, max_length=16)
+    stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default_factory=list, max_length=16)
     """Strings that end a completion; the model's end-of-sequence token always does."""
 
 
-class Optimizer(ApiModel):
+class Optimizer(SpecModel):
     """AdamW with its own step count, learning-rate schedule and gradient clip for this run."""
 
     lr: float = Field(default=1e-5, gt=0.0, le=1.0)
@@ -62,7 +62,7 @@ class Optimizer(ApiModel):
         return self
 
 
-class Algorithm(ApiModel):
+class Algorithm(SpecModel):
     """The policy-gradient estimator and loss of this run."""
 
     advantage: Literal["grpo", "rloo", "reinforce"] = "grpo"
@@ -89,7 +89,7 @@ class Algorithm(ApiModel):
     """Leave completions cut at maxTokens out of the loss, numerator and denominator."""
 
 
-class Evaluation(ApiModel):
+class Evaluation(SpecModel):
     """Periodic greedy evaluation on held-out prompts."""
 
     data: str = Field(min_length=1, max_length=4096)
@@ -104,7 +104,7 @@ class Evaluation(ApiModel):
     """Sampling of evaluation completions."""
 
 
-class Checkpoint(ApiModel):
+class Checkpoint(SpecModel):
     """When checkpoints are written and how many stay."""
 
     interval_steps: int = Field(default=20, ge=1)
@@ -115,7 +115,7 @@ class Checkpoint(ApiModel):
     """Also keep the checkpoint with the best evaluation score. Refused by this version."""
 
 
-class Scheduling(ApiModel):
+class Scheduling(SpecModel):
     """This run's share of the pool."""
 
     weight: int = Field(default=1, ge=1, le=100)
@@ -126,7 +126,7 @@ class Scheduling(ApiModel):
     """Prompt groups generating at once; unset means what staleness allows."""
 
 
-class RemoteReward(ApiModel):
+class RemoteReward(SpecModel):
     """A reward served over HTTP."""
 
     url: str = Field(min_length=1, max_length=2048)
@@ -135,7 +135,7 @@ class RemoteReward(ApiModel):
     """Secret with the bearer token."""
 
 
-class Reward(ApiModel):
+class Reward(SpecModel):
     """A reward that is neither a built-in nor a function on the Python path."""
 
     remote: RemoteReward | None = None
@@ -144,14 +144,14 @@ class Reward(ApiModel):
     """ConfigMap with the reward's source."""
 
 
-class AdapterRunSpec(ApiModel):
+class AdapterRunSpec(SpecModel):
     """What the user wants trained. Unset fields come from the pool's defaults, then from the values given here."""
 
     pool_ref: PoolRef
     """The pool that trains this run."""
     rank: int = Field(default=16, ge=1, le=512)
     """LoRA rank; at most the pool's maxRank."""
-    alpha: int | None = Field(default=None, ge=1)
+    alpha: int | None = Field(default=None, ge=1, le=65_536)
     """LoRA alpha; the adapter is scaled by alpha / rank. Unset means equal to rank."""
     target_modules: list[TargetModule] | None = Field(default=None, min_length=1, max_length=7)
     """Projections to adapt; unset means the pool's."""
@@ -159,16 +159,16 @@ class AdapterRunSpec(ApiModel):
     """Initial weights: A Kaiming-uniform as in PEFT, B zero."""
     init_seed: int = Field(default=0, ge=0, le=2**31 - 1)
     """Seed of the initial A matrices."""
-    init_from: str | None = Field(default=None, max_length=4096)
+    init_from: str | None = Field(default=None, min_length=1, max_length=4096)
     """PEFT adapter directory to start from."""
 
     data: str = Field(min_length=1, max_length=4096)
     """JSONL or parquet file of prompts, on the pool's storage."""
-    input_key: str = Field(default="text", min_length=1)
+    input_key: str = Field(default="text", min_length=1, max_length=256)
     """Column with the prompt: a string, or a list of chat messages."""
-    label_key: str | None = None
+    label_key: str | None = Field(default=None, min_length=1, max_length=256)
     """Column with the answer that the reward compares against."""
-    metadata_key: str | None = None
+    metadata_key: str | None = Field(default=None, min_length=1, max_length=256)
     """Column with an object handed to the reward."""
     sample_metadata: dict[str, Any] | None = None
     """Metadata under each row's own."""
@@ -179,21 +179,21 @@ class AdapterRunSpec(ApiModel):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are skipped and counted; unset means what the engine's length leaves."""
 
-    rm_type: str | None = None
+    rm_type: str | None = Field(default=None, min_length=1, max_length=256)
     """Built-in reward: math, 1 when the last answer in the response (boxed, after ####, or the last number) equals the
     label, else 0."""
-    custom_rm_path: str | None = None
+    custom_rm_path: str | None = Field(default=None, min_length=1, max_length=1024)
     """Dotted path of a reward function; its module must be on the pool's rewardModules list."""
     reward: Reward | None = None
     """Remote or ConfigMap reward. Refused by this version."""
     reward_failure_policy: Literal["Fail", "Zero", "Drop"] = "Fail"
     """A reward that raises, hangs or is not finite: fail the run, score 0, or drop the group."""
-    reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
+    reward_timeout_seconds: float = Field(default=30.0, gt=0.0, le=3600.0)
     """Time one reward call may take."""
 
-    rollout_batch_size: int = Field(default=8, ge=1)
+    rollout_batch_size: int = Field(default=8, ge=1, le=65_536)
     """Prompt groups per optimizer step."""
-    n_samples_per_prompt: int = Field(default=8, ge=1)
+    n_samples_per_prompt: int = Field(default=8, ge=1, le=1024)
     """Completions per prompt group."""
     sampling: Sampling = Sampling()
     """How completions are sampled."""
@@ -208,9 +208,9 @@ class AdapterRunSpec(ApiModel):
     evaluation: Evaluation | None = None
     """Held-out evaluation. Refused by this version."""
 
-    num_step: int | None = Field(default=None, ge=1)
+    num_step: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Optimizer steps; wins over numEpoch."""
-    num_epoch: int | None = Field(default=None, ge=1)
+    num_epoch: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Passes over the data when numStep is unset; 1 when both are."""
     active_deadline_seconds: int | None = Field(default=None, ge=1)
     """Fail the run this long after its first registration."""
@@ -240,9 +240,7 @@ class AdapterRunSpec(ApiModel):
     def _check(self) -> "AdapterRunSpec":
         rewards = [self.rm_type, self.custom_rm_path, self.reward]
         if sum(r is not None for r in rewards) != 1:
-            raise ValueError(
-                "rmType, customRmPath, reward: exactly one must be set; for example rmType: math"
-            )
+            raise ValueError("rmType, customRmPath, reward: exactly one must be set; for example rmType: math")
         return self
 
     @property

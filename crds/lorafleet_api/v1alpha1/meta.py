@@ -1,4 +1,4 @@
-"""The base class of every spec and status type. Imports nothing but pydantic."""
+"""The base classes of every spec and status type. Imports nothing but pydantic."""
 
 from typing import Any
 
@@ -20,3 +20,9 @@ class ApiModel(BaseModel):
     def to_wire(self) -> dict[str, Any]:
         """The camelCase JSON form, without fields that are None."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+class SpecModel(ApiModel):
+    """What a user writes: also refuses NaN and infinity, which YAML can say."""
+
+    model_config = ConfigDict(allow_inf_nan=False)

@@ -118,6 +118,10 @@ class AdapterRunStatus(ApiModel):
     """Held-out scores."""
     buffered: int | None = Field(default=None, ge=0)
     """Prompt groups waiting to train."""
+    usable_rows: int | None = Field(default=None, ge=0)
+    """Rows of the data file whose prompts are used."""
+    skipped_rows: int | None = Field(default=None, ge=0)
+    """Rows skipped because their prompts are longer than maxPromptTokens, or than the engine's length leaves."""
     dropped: DroppedStatus | None = None
     """Groups that yielded no samples."""
     restarts: int | None = Field(default=None, ge=0)

@@ -74,6 +74,10 @@ class AdapterView(ApiModel):
     grad_norm: float | None = None
     mismatch: float | None = None
     buffered: int = 0
+    usable_rows: int | None = None
+    """Prompts of the data file; None before it was opened."""
+    skipped_rows: int | None = None
+    """Prompts that are too long."""
     dropped: DroppedView = DroppedView()
     restarts: int = 0
     artifact: ArtifactView | None = None

@@ -8,7 +8,7 @@ import base64
 import json
 import logging
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -61,6 +61,8 @@ class KubeClient:
         self._http = http
         self.last_success: float | None = None
         """Unix time of the last answer that was no error of the server."""
+        self.may_write: Callable[[], None] = lambda: None
+        """Asked before every write of an object or Event; raises ApiUnavailable where this process must not write."""
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -68,7 +70,7 @@ class KubeClient:
 
     async def ping(self, namespace: str | None) -> None:
         """A cheap request that shows whether the API server answers."""
-        await self._call("GET", _path(names.POOL_PLURAL, namespace, None), params={"limit": 1})
+        await self.call("GET", _path(names.POOL_PLURAL, namespace, None), params={"limit": 1})
 
     async def get(self, plural: str, namespace: str, name: str) -> Object:
         """Reads one object.
@@ -76,7 +78,7 @@ class KubeClient:
         Raises:
             NotFound, ApiRefused, ApiUnavailable: see errors.
         """
-        return await self._call("GET", _path(plural, namespace, name))
+        return await self.call("GET", _path(plural, namespace, name))
 
     async def list(self, plural: str, namespace: str | None) -> Listing:
         """Reads every object of a kind, of one namespace or (None) of all, page by page."""
@@ -84,7 +86,7 @@ class KubeClient:
         proceed, version = "", 0
         while True:
             params: dict[str, Any] = {"limit": PAGE} | ({"continue": proceed} if proceed else {})
-            answer = await self._call("GET", _path(plural, namespace, None), params=params)
+            answer = await self.call("GET", _path(plural, namespace, None), params=params)
             items.extend(answer.get("items") or [])
             meta = answer.get("metadata") or {}
             version = version or int(meta.get("resourceVersion") or 0)
@@ -99,16 +101,18 @@ class KubeClient:
             Conflict: the object changed since that resourceVersion.
             Invalid: the schema or a CEL rule refuses the outcome.
         """
+        self.may_write()
         path = _path(plural, namespace, name) + (f"/{subresource}" if subresource else "")
         headers = {"Content-Type": "application/merge-patch+json"}
         params = {"fieldManager": names.FIELD_MANAGER}
-        return await self._call("PATCH", path, body=body, headers=headers, params=params)
+        return await self.call("PATCH", path, body=body, headers=headers, params=params)
 
     async def delete(self, plural: str, namespace: str, name: str, uid: str) -> None:
         """Deletes this very object (by uid); one that is gone is fine."""
+        self.may_write()
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         try:
-            await self._call("DELETE", _path(plural, namespace, name), body=body)
+            await self.call("DELETE", _path(plural, namespace, name), body=body)
         except (NotFound, Conflict):
             return
 
@@ -118,7 +122,7 @@ class KubeClient:
         Raises:
             NotFound: no such Secret, or no such key in it.
         """
-        secret = await self._call("GET", f"/api/v1/namespaces/{namespace}/secrets/{name}")
+        secret = await self.call("GET", f"/api/v1/namespaces/{namespace}/secrets/{name}")
         data = secret.get("data") or {}
         if key not in data:
             raise NotFound(404, f"Secret {namespace}/{name} has no key {key!r}; it has {sorted(data)}")
@@ -133,6 +137,7 @@ class KubeClient:
             reason: CamelCase.
             message: for people; cut at 1024 characters.
         """
+        self.may_write()
         meta = about["metadata"]
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         stem = meta["name"][:200].rstrip(".-")
@@ -157,9 +162,9 @@ class KubeClient:
             "lastTimestamp": now,
             "count": 1,
         }
-        await self._call("POST", f"/api/v1/namespaces/{meta['namespace']}/events", body=event)
+        await self.call("POST", f"/api/v1/namespaces/{meta['namespace']}/events", body=event)
 
-    async def _call(
+    async def call(
         self,
         method: str,
         path: str,
@@ -168,6 +173,11 @@ class KubeClient:
         params: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
     ) -> Object:
+        """One request as it is; does not ask `may_write`.
+
+        Raises:
+            ApiRefused, ApiUnavailable, Conflict: see errors.
+        """
         content = None if body is None else json.dumps(body).encode("utf-8")
         sent = {"Accept": "application/json", "Content-Type": "application/json"} | (headers or {})
         try:

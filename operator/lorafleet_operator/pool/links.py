@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lorafleet_api.v1alpha1 import reasons
-from lorafleet_api.v1alpha1.wire import PutAdapter
+from lorafleet_api.v1alpha1.wire import PutAdapter, SlotsView
 from lorafleet_operator.errors import Conflict, OperatorError, RuntimeUnavailable
 from lorafleet_operator.kube.client import KubeClient
 from lorafleet_operator.pool.client import RuntimeClient, open_runtime
@@ -222,8 +222,15 @@ class Links:
 
     def active_runs(self) -> int:
         """Slots in use over all pools."""
+        return sum(slots.used for slots in self._slots())
+
+    def queued_runs(self) -> int:
+        """Runs that wait for a slot, over all pools."""
+        return sum(slots.queued for slots in self._slots())
+
+    def _slots(self) -> list[SlotsView]:
         links = [entry.connection.link for entry in self._entries.values()]
-        return sum(link.listing.slots.used for link in links if link.listing is not None)
+        return [link.listing.slots for link in links if link.listing is not None]
 
     def sweep(self, key: Key) -> float | None:
         """Deregisters our runs whose objects are gone: no adapter outlives its run.

@@ -14,7 +14,7 @@ Fields = dict[str, Any]
 _LATCHED = (
     "bootEpoch", "weightVersion", "step", "startStep", "targetStep", "accumulatedGroups", "groupsPerStep",
     "lastStepTime", "rewardMean", "lr", "gradNorm", "mismatch", "evaluation", "dropped", "restarts", "artifact",
-    "startTime", "completionTime",
+    "startTime", "completionTime", "usableRows", "skippedRows",
 )  # fmt: skip
 """Kept from the stored status when the runtime says nothing."""
 
@@ -51,6 +51,8 @@ def _from_view(view: AdapterView) -> Fields:
         "accumulatedGroups": view.accumulated_groups,
         "groupsPerStep": view.groups_per_step,
         "buffered": view.buffered,
+        "usableRows": view.usable_rows,
+        "skippedRows": view.skipped_rows,
         "slot": view.slot,
         "weightVersion": view.weight_version or None,
         "queuePosition": view.queue_position,

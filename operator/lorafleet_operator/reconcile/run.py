@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorafleet_api.v1alpha1 import names, reasons
+from lorafleet_api.v1alpha1.status import MAX_MESSAGE
 from lorafleet_api.v1alpha1.wire import AdapterView, PutAdapter
 from lorafleet_operator.reconcile import conditions, progress
 from lorafleet_operator.reconcile.conditions import Wanted
@@ -17,6 +18,9 @@ from lorafleet_operator.reconcile.observed import Observed
 from lorafleet_operator.reconcile.plan import Notice, Plan
 from lorafleet_operator.reconcile.state import FINISHED_ROWS, Row, State, next_deadline, state_of
 from lorafleet_operator.settings import Settings
+
+AFTER_A_FAILURE = "this object will not train again: delete it, then apply it corrected"
+"""What the user does next, whatever the failure; the Failed condition has the cause alone."""
 
 RETRY_DELETE_SECONDS = 5.0
 """A runtime that did not deregister a run yet is asked again this often."""
@@ -180,6 +184,8 @@ def _table(seen: Observed, state: State) -> list[Wanted]:
     ready = row in (Row.TRAINING, Row.SUSPENDED, Row.COMPLETE, Row.CANCELLED)
     stalled = row in (Row.FAILED, Row.STUCK)
     settled = ready or stalled
+    if row is Row.FAILED:
+        message = f"{message[: MAX_MESSAGE - len(AFTER_A_FAILURE) - 2]}; {AFTER_A_FAILURE}"
     registered_reason = reasons.TRAINING if state.registered else reasons.FAILED if row is Row.FAILED else reason
     return [
         Wanted(reasons.REGISTERED, state.registered, registered_reason, message),

@@ -115,7 +115,7 @@ def _overdue(seen: Observed, settings: Settings) -> State | None:
         field, what = "activeDeadlineSeconds", "not complete within"
     if limit is None or seen.now < since + limit + settings.deadline_grace_seconds:
         return None
-    return State(Row.FAILED, reasons.DEADLINE_EXCEEDED, f"{what} {field} {limit}; raise it in a new AdapterRun")
+    return State(Row.FAILED, reasons.DEADLINE_EXCEEDED, f"{field}: {what} {limit} s; raise it")
 
 
 def next_deadline(seen: Observed, settings: Settings) -> float | None:
@@ -165,7 +165,7 @@ def _by_pool(seen: Observed, settings: Settings) -> State:
 
 def _without_pool(seen: Observed, settings: Settings) -> State:
     ref = seen.run["spec"]["poolRef"]
-    message = f"poolRef: no AdapterPool {ref['name']!r}; create it or correct the name in a new AdapterRun"
+    message = f"poolRef: no AdapterPool {ref['name']!r}; create it, or apply the run anew with the right name"
     if seen.run["spec"].get("cancel"):
         return State(Row.CANCELLED, reasons.CANCELLED, "spec.cancel was set")
     if start_seconds(seen) is not None:
@@ -206,6 +206,8 @@ def _by_view(seen: Observed, view: AdapterView | None) -> State:
     spec = seen.run["spec"]
     wants_stop = bool(spec.get("suspend") or spec.get("cancel"))
     if view.registered:
+        if view.skipped_rows:
+            message += f"; {view.skipped_rows} rows of {spec['data']!r} are skipped, their prompts are too long"
         reason = clean_reason(view.reason, reasons.TRAINING)
         if wants_stop and view.state == "ACTIVE":
             reason = reasons.SAVING

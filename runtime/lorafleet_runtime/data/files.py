@@ -16,10 +16,16 @@ import pyarrow.parquet
 
 from lorafleet_api.v1alpha1.reasons import DATA_ERROR
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.storage import inside
+from lorafleet_runtime.storage import inside, read_regular
 
 OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "hf")
 """URL schemes that a run may name. Others (file, http, chained ones) would reach past the pool's storage."""
+
+MAX_BYTES = 1 << 30
+"""Largest file, for parquet also without its compression. Rows are Python objects in a process that all runs share."""
+
+_MAX_COLUMNS = 20
+"""Column names in a message; a condition's message is cut at its end, where the fix is."""
 
 _JSONL = (".jsonl", ".ndjson")
 _PARQUET = (".parquet", ".pq")
@@ -39,6 +45,12 @@ class DataFile:
     """Every column, sorted; for JSONL the keys of all rows."""
     digest: str
     """SHA-256 of the file's bytes, hexadecimal."""
+
+    @property
+    def column_list(self) -> str:
+        """The columns, for messages; of very many only the first."""
+        more = len(self.columns) - _MAX_COLUMNS
+        return ", ".join(self.columns[:_MAX_COLUMNS]) + (f" and {more} more" if more > 0 else "")
 
 
 def read_file(data: str, storage_root: Path, field: str = "data") -> DataFile:
@@ -85,11 +97,18 @@ def _read_bytes(data: str, storage_root: Path, field: str) -> bytes:
     except ValueError as error:
         raise _error(field, data, str(error)) from error
     try:
-        return path.read_bytes()
+        content = read_regular(path, MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise _error(field, data, "does not exist on the pool's storage; upload it or correct the path") from error
     except OSError as error:
         raise _error(field, data, f"cannot be read ({error.strerror}); give a readable file") from error
+    return _within_limit(content, data, field)
+
+
+def _within_limit(content: bytes, data: str, field: str) -> bytes:
+    if len(content) > MAX_BYTES:
+        raise _error(field, data, f"is larger than {MAX_BYTES >> 20} MiB; split it, or drop columns that are not used")
+    return content
 
 
 def _read_url(data: str, field: str) -> bytes:
@@ -100,12 +119,12 @@ def _read_url(data: str, field: str) -> bytes:
         )
     try:
         with fsspec.open(data, "rb") as file:
-            content: bytes = file.read()
+            content: bytes = file.read(MAX_BYTES + 1)
     except (OSError, ImportError, ValueError) as error:
         raise _error(
             field, data, f"cannot be read ({type(error).__name__}: {error}); check URL and credentials"
         ) from error
-    return content
+    return _within_limit(content, data, field)
 
 
 def _parse_jsonl(content: bytes, data: str, field: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -116,7 +135,7 @@ def _parse_jsonl(content: bytes, data: str, field: str) -> tuple[list[dict[str, 
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8-sig"))
+            row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             raise _error(field, data, f"line {number} is not JSON ({error}); write one JSON object per line") from error
         if not isinstance(row, dict):
@@ -126,9 +145,25 @@ def _parse_jsonl(content: bytes, data: str, field: str) -> tuple[list[dict[str, 
     return rows, places
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} is there twice")
+    return found
+
+
 def _parse_parquet(content: bytes, data: str, field: str) -> tuple[list[dict[str, Any]], list[str]]:
     try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(content))
+        stored = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
+        groups = (stored.metadata.row_group(i) for i in range(stored.metadata.num_row_groups))
+        if sum(group.total_byte_size for group in groups) > MAX_BYTES:
+            raise ValueError(f"it unpacks to more than {MAX_BYTES >> 20} MiB")
+        twice = [name for name in stored.schema_arrow.names if stored.schema_arrow.names.count(name) > 1]
+        if twice:
+            raise ValueError(f"column {twice[0]!r} is there twice")
+        table = stored.read()
         rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
     except (pyarrow.ArrowException, OSError, KeyError, ValueError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__

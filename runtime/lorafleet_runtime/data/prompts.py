@@ -5,9 +5,12 @@ file, the spec and the index, so a restarted worker continues anywhere. Loads no
 """
 
 import hashlib
+import logging
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -22,7 +25,11 @@ from lorafleet_runtime.data.files import DataFile, read_file
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.types import DatasetInfo
 
+log = logging.getLogger(__name__)
+
 _TOKENIZE_ROWS = 1024  # rows per tokenizer call: enough for its threads, little memory
+_SHRINKAGE = 4  # characters that a tokenizer's normaliser may make one of
+_SHOWN_PLACES = 5  # skipped rows that the log names
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +138,41 @@ def open_source(
     limit = prompt_limit(spec, max_model_len)
     file = read_file(spec.data if data is None else data, storage_root, field)
     _check_columns(file, spec)
-    usable: list[_Usable] = []
-    for start in range(0, len(file.rows), _TOKENIZE_ROWS):
-        numbers = range(start, min(start + _TOKENIZE_ROWS, len(file.rows)))
-        rendered = [_render(file, number, spec, tokenizer) for number in numbers]
-        for number, ids in zip(numbers, _tokenize(rendered, tokenizer), strict=True):
-            if not ids:
-                raise _row_error(file, number, f"inputKey: {spec.input_key!r} is empty; give every row a prompt")
-            if len(ids) <= limit:
-                usable.append(_Usable(array("i", ids), number))
+    usable = _usable_rows(file, spec, tokenizer, limit)
     if not usable:
         raise RunError(
             DATA_ERROR,
             f"{field}: {file.name!r} has 0 usable rows: all {len(file.rows)} prompts are longer than {limit} tokens; "
             "shorten them, or raise maxPromptTokens (and the pool's engines.maxModelLen)",
         )
+    if len(usable) < len(file.rows):
+        kept = {row.row for row in usable}
+        places = [file.places[number] for number in range(len(file.rows)) if number not in kept]
+        shown = ", ".join(places[:_SHOWN_PLACES]) + (", ..." if len(places) > _SHOWN_PLACES else "")
+        log.warning(
+            "%s: %r: skipped %d of %d prompts, longer than %d tokens: %s",
+            field, file.name, len(places), len(file.rows), limit, shown,
+        )  # fmt: skip
     return PromptSource(file, spec, usable)
+
+
+def _usable_rows(file: DataFile, spec: AdapterRunSpec, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[_Usable]:
+    """The rows whose prompts have at most `limit` tokens, with their ids."""
+    most_characters = limit * _SHRINKAGE * max(map(len, tokenizer.get_vocab()))
+    usable: list[_Usable] = []
+    for start in range(0, len(file.rows), _TOKENIZE_ROWS):
+        rendered = {}
+        for number in range(start, min(start + _TOKENIZE_ROWS, len(file.rows))):
+            text, made = _render(file, number, spec, tokenizer)
+            # The tokenizer needs about a hundred bytes per character: a row of 50 MB would take gigabytes.
+            if len(text) <= most_characters:
+                rendered[number] = (text, made)
+        for number, ids in zip(rendered, _tokenize(list(rendered.values()), tokenizer), strict=True):
+            if not ids:
+                raise _row_error(file, number, f"inputKey: {spec.input_key!r} is empty; give every row a prompt")
+            if len(ids) <= limit:
+                usable.append(_Usable(array("i", ids), number))
+    return usable
 
 
 def prompt_limit(spec: AdapterRunSpec, max_model_len: int) -> int:
@@ -171,13 +197,15 @@ def _check_columns(file: DataFile, spec: AdapterRunSpec) -> None:
         if column is not None and column not in file.columns:
             raise RunError(
                 DATA_ERROR,
-                f"{field}: {column!r} is no column of {file.name!r}, which has {', '.join(file.columns)}; "
+                f"{field}: {column!r} is no column of {file.name!r}, which has {file.column_list}; "
                 f"set {field} to one of them",
             )
     for number, row in enumerate(file.rows):
         for field, column in keys[:2]:
             if column is not None and column not in row:
                 raise _row_error(file, number, f"{field}: {column!r} is missing or null; give every row a value")
+        if spec.label_key is not None:
+            _check_label(file, number, spec, row[spec.label_key])
         own = row.get(spec.metadata_key, {}) if spec.metadata_key else {}
         if not isinstance(own, dict):
             raise _row_error(
@@ -185,8 +213,34 @@ def _check_columns(file: DataFile, spec: AdapterRunSpec) -> None:
             )
 
 
+def _check_label(file: DataFile, number: int, spec: AdapterRunSpec, label: Any) -> None:
+    """Refuse a label that no response can equal: the run would train on zeros to its end."""
+    if isinstance(label, float) and not math.isfinite(label):
+        raise _row_error(file, number, f"labelKey: {spec.label_key!r} is {label}; give every row a finite value")
+    if spec.rm_type != "math":
+        return
+    if isinstance(label, bool) or not isinstance(label, str | int | float | Decimal):
+        problem = f"is a {type(label).__name__}; rmType math needs a string or a number"
+        raise _row_error(file, number, f"labelKey: {spec.label_key!r} {problem}")
+    if isinstance(label, str) and not label.strip():
+        raise _row_error(file, number, f"labelKey: {spec.label_key!r} is empty; give every row an answer")
+
+
 def _render(file: DataFile, number: int, spec: AdapterRunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
     """The prompt's text, and whether a template made it (then it already holds its special tokens)."""
+    text, made = _rendered(file, number, spec, tokenizer)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair; no tokenizer takes it
+        raise _row_error(
+            file, number, f"inputKey: {spec.input_key!r} holds half a surrogate pair ({error.reason}); write real text"
+        ) from error
+    return text, made
+
+
+def _rendered(
+    file: DataFile, number: int, spec: AdapterRunSpec, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, bool]:
     value, wanted = file.rows[number][spec.input_key], spec.apply_chat_template
     if isinstance(value, str):
         if not wanted:

@@ -4,6 +4,7 @@ Called by the loop. Adds nothing to `worker.RolloutWorker` but Ray: engine argum
 errors come back as the runtime's own.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ class RolloutActor:
     """`RolloutWorker` for Ray; see there for each call."""
 
     def __init__(self, pool_spec: Mapping[str, Any], model_path: str, storage_root: str) -> None:
+        # Into this process' file of the Ray session: skipped rows, and the first of what rewards print.
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         from lorafleet_runtime.rollout.worker import RolloutWorker  # transformers must not load in the runtime process
 
         self._worker: RolloutWorker = RolloutWorker(pool_spec, model_path, storage_root)

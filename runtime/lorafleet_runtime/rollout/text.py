@@ -4,6 +4,7 @@ Called by the rollout worker.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,10 @@ class Decoder:
         if ids and ids[-1] in self._eos:
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def prompt(self, ids: Sequence[int]) -> str:
+        """The prompt as the model reads it, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: Path) -> frozenset[int]:

@@ -111,13 +111,12 @@ class RolloutWorker:
         source = await asyncio.to_thread(  # a big file takes seconds, and other runs' groups must not wait for it
             open_source, spec, self._tokenizer, self._storage_root, self._pool.engines.max_model_len
         )
-        reward = RewardProcess(target, spec.reward_timeout_seconds)
+        reward = RewardProcess(target, spec.reward_timeout_seconds, self._pool.rollout.reward_memory_bytes)
         try:
             await reward.start()
         except RewardFailure as failure:
-            raise RunError(
-                REWARD_ERROR, f"{reward_field(spec)} cannot be loaded: {failure}; correct the path or the module"
-            ) from failure
+            text = f"{reward_field(spec)} cannot be loaded: {failure}; correct the path or the module"
+            raise RunError(REWARD_ERROR, text, failure.traceback) from failure
         return _OpenRun(spec, source, reward)
 
     def _check_start(self, uid: str, spec: AdapterRunSpec) -> None:
@@ -182,7 +181,7 @@ class RolloutWorker:
                     raise _reward_error(run.spec, index, failure) from failure
                 rewards.append(0.0)
         samples = _samples(run.spec, completions, rewards)
-        return PromptGroup(uid, version, index, row.prompt_ids, samples, texts)
+        return PromptGroup(uid, version, index, row.prompt_ids, samples, texts, self._decoder.prompt(row.prompt_ids))
 
     async def close(self, uid: str) -> None:
         """Forget a run and end its reward process; does nothing for an unknown one."""
@@ -234,4 +233,5 @@ def _reward_error(spec: AdapterRunSpec, index: int, failure: RewardFailure) -> R
         REWARD_ERROR,
         f"{reward_field(spec)} failed on prompt {index}: {failure}; "
         "correct the function, or set rewardFailurePolicy to Zero or Drop",
+        failure.traceback,
     )

@@ -4,7 +4,7 @@ import math
 
 from lorafleet_api.v1alpha1.status import AdapterRunStatus
 from lorafleet_operator.reconcile.run import plan_run
-from support.operator_world import SETTINGS, T0, UID, held, listing, run_object, seen, view
+from support.operator_world import SETTINGS, T0, UID, condition, held, listing, run_object, seen, view
 
 
 def test_every_figure_lands_in_its_field() -> None:
@@ -44,6 +44,20 @@ def test_eta_and_speed_go_when_the_run_does_not_train() -> None:
     later = plan_run(seen(run, suspended), SETTINGS).status
     assert later is not None
     assert not {"stepsPerMinute", "estimatedCompletionTime", "slot"} & later.keys()
+
+
+def test_skipped_rows_show_in_a_field_and_in_the_message() -> None:
+    training = view(usable_rows=62, skipped_rows=2, message="training in slot 0")
+    status = plan_run(seen(run_object(), listing(training)), SETTINGS).status
+    assert status is not None
+    AdapterRunStatus.model_validate(status)
+    assert (status["usableRows"], status["skippedRows"]) == (62, 2)
+    message = condition(status, "Ready")["message"]
+    assert message == "training in slot 0; 2 rows of 'd.jsonl' are skipped, their prompts are too long"
+    ended = listing(view("COMPLETED", outcome="Complete", registered=False))
+    later = plan_run(seen(run_object(status=status), ended), SETTINGS).status
+    assert later is not None
+    assert (later["usableRows"], later["skippedRows"]) == (62, 2)
 
 
 def test_queue_position_is_there_only_while_queued() -> None:

@@ -1,10 +1,12 @@
 """The state table of the design, row by row: what is observed in, the nine conditions out."""
 
+from dataclasses import replace
+
 import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_operator.reconcile.observed import Observed, Refusal
-from lorafleet_operator.reconcile.run import plan_run
+from lorafleet_operator.reconcile.run import AFTER_A_FAILURE, plan_run
 from support.operator_world import (
     CREATED,
     SETTINGS,
@@ -234,3 +236,24 @@ def test_message_of_a_refusal_reaches_the_failed_condition() -> None:
     status = plan_run(observed, SETTINGS).status
     assert status is not None
     assert condition(status, reasons.FAILED)["message"] == "rank 64 is above maxRank 32"
+
+
+@pytest.mark.parametrize("name", ["spec refused at create", "failed, deregistered", "pool unknown, past the grace"])
+def test_a_failed_run_says_once_what_the_user_does_next(name: str) -> None:
+    observed = next(entry[1] for entry in ROWS if entry[0] == name)
+    once = plan_run(observed, SETTINGS).status
+    assert once is not None
+    later = plan_run(replace(observed, run={**observed.run, "status": once}), SETTINGS).status
+    assert later is not None
+    for status in (once, later):
+        cause = condition(status, reasons.FAILED)["message"]
+        for kind in (reasons.READY, reasons.STALLED, reasons.REGISTERED):
+            assert condition(status, kind)["message"] == f"{cause}; {AFTER_A_FAILURE}"
+
+
+def test_what_the_user_does_next_stays_however_long_the_cause_is() -> None:
+    observed = seen(run_object(), listing(view("FAILED", outcome="Failed", reason="DataError", message="x" * 9000)))
+    status = plan_run(observed, SETTINGS).status
+    assert status is not None
+    assert condition(status, reasons.STALLED)["message"].endswith(f"xx; {AFTER_A_FAILURE}")
+    assert len(condition(status, reasons.STALLED)["message"]) == 4096

@@ -1,8 +1,10 @@
 """Reading data files: equal rows from both formats, and faults that name the field, the place and the fix."""
 
+import gzip
 import hashlib
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lorafleet_api.v1alpha1.reasons import DATA_ERROR
+from lorafleet_runtime.data import files
 from lorafleet_runtime.data.files import read_file
 from lorafleet_runtime.errors import RunError
 
@@ -93,15 +96,116 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     assert "cannot be read" in refusal("d.jsonl", tmp_path)
 
 
+def test_carriage_returns_before_newlines_are_blanks(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
+    assert read_file("d.jsonl", tmp_path).rows == ({"text": "a"}, {"text": "b"})
+
+
+@pytest.mark.parametrize("line", ['{"text": "a", "text": "b"}', '{"text": {"n": 1, "n": 2}, "n": 3}'])
+def test_a_key_that_is_there_twice_is_refused_at_every_depth(tmp_path: Path, line: str) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "ok"}\n' + line + "\n")
+    twice = "'text'" if "b" in line else "'n'"
+    assert f"line 2 is not JSON (key {twice} is there twice)" in refusal("d.jsonl", tmp_path)
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "d.jsonl")
+    assert "cannot be read (it is no regular file)" in refusal("d.jsonl", tmp_path)
+
+
+def test_a_link_to_a_device_is_outside_the_storage(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").symlink_to("/dev/zero")
+    assert "outside the pool's storage" in refusal("d.jsonl", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["one\ntwo.jsonl", "gr\u00f6\u00dfe \u2713.jsonl", "a b;$(id).jsonl"])
+def test_any_name_that_a_file_can_have_is_read_and_told_in_one_line(tmp_path: Path, name: str) -> None:
+    assert "\n" not in refusal(name, tmp_path)
+    (tmp_path / name).write_text('{"text": "a"}\n')
+    assert read_file(name, tmp_path).rows == ({"text": "a"},)
+
+
+@pytest.mark.parametrize("name", ["a\0b.jsonl", "x" * 300 + ".jsonl", "loop.jsonl"])
+def test_what_is_no_usable_path_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    message = refusal(name, tmp_path)
+    assert message.startswith("data: ") and "; " in message
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_file_beyond_the_limit_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(files, "MAX_BYTES", 3 << 20)
+    (tmp_path / f"d.{suffix}").write_bytes(b"x" * ((3 << 20) + 1))
+    assert "is larger than 3 MiB; split it" in refusal(f"d.{suffix}", tmp_path)
+
+
+def test_a_small_parquet_file_that_unpacks_to_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_BYTES", 3 << 20)
+    table = pyarrow.table({"text": ["x" * (4 << 20)]})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", compression="zstd", use_dictionary=False)
+    assert (tmp_path / "d.parquet").stat().st_size < 100_000
+    assert "it unpacks to more than 3 MiB" in refusal("d.parquet", tmp_path)
+
+
+def test_a_compressed_jsonl_file_is_refused_by_its_suffix(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n')[:-4])
+    assert "'.gz'; give a .jsonl or .parquet file" in refusal("d.jsonl.gz", tmp_path)
+
+
+def test_a_column_name_can_always_be_told(tmp_path: Path) -> None:
+    """A message with half a surrogate pair would break the HTTP API's listing of all runs."""
+    (tmp_path / "d.jsonl").write_text('{"\\ud800": 1}\n')
+    assert RunError(DATA_ERROR, read_file("d.jsonl", tmp_path).column_list).message == "?"
+
+
+def test_of_very_many_columns_only_some_are_named(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps({f"column_{n:04}": 0 for n in range(5000)}) + "\n")
+    named = read_file("d.jsonl", tmp_path).column_list
+    assert named.startswith("column_0000, column_0001, ") and named.endswith(", column_0019 and 4980 more")
+
+
 @pytest.mark.parametrize("content", [b"", b"\n \n"])
 def test_an_empty_file_has_no_rows(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "d.jsonl").write_bytes(content)
     assert "has no rows" in refusal("d.jsonl", tmp_path)
 
 
-def test_a_malformed_parquet_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
+def parquet(compression: str) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), sink, compression=compression)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"PAR1 nothing", parquet("gzip")[:-20], parquet("gzip")[20:], parquet("gzip")[:4] + bytes(40)],
+    ids=["empty", "text", "tail cut", "head cut", "zeros"],
+)
+def test_a_malformed_parquet_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "d.parquet").write_bytes(content)
+    message = refusal("d.parquet", tmp_path)
+    assert "no readable parquet file" in message and "write it again" in message
+
+
+def test_a_parquet_file_whose_pages_are_damaged_is_refused(tmp_path: Path) -> None:
+    content = bytearray(parquet("gzip"))
+    content[4:40] = bytes(36)  # the footer is whole
+    (tmp_path / "d.parquet").write_bytes(content)
     assert "no readable parquet file" in refusal("d.parquet", tmp_path)
+
+
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "d.parquet")
+    assert "has no rows" in refusal("d.parquet", tmp_path)
+
+
+def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    assert "'text'" in refusal("d.parquet", tmp_path)
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,11 @@ TOOL_TEMPLATE = (
 )
 TOOL_MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "Weigh 3 crates", "name": "dock"},
-    {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "weigh", "arguments": {"n": 3}}}]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "weigh", "arguments": {"n": 3}}}],
+    },
     {"role": "tool", "content": "41"},
 ]
 
@@ -95,6 +99,7 @@ def test_a_tokenizer_without_template_refuses_messages(tmp_path: Path, tokenizer
 
 
 def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Case 3 (huggingface/datasets#7617): Arrow gives every message the union of keys, absent ones as null."""
     tokenizer.chat_template = TOOL_TEMPLATE
     other = [{"role": "user", "content": "x"}, {"role": "tool", "content": "1"}]
     rows = [{"text": TOOL_MESSAGES, "label": "41"}, {"text": other, "label": "1"}]
@@ -183,6 +188,96 @@ def test_prompts_longer_than_the_engine_leaves_are_skipped_and_counted(
     source = opened(tmp_path, tokenizer, max_model_len=512)  # 512 - maxTokens 16 leaves 496
     assert (source.info.rows, source.info.skipped) == (2, 2)
     assert [source.row(i).prompt for i in range(3)] == ["count: 1", "x" * 496, "count: 1"]
+
+
+def test_an_over_long_row_between_good_ones_is_skipped_and_named_in_the_log(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 9 (huggingface/trl#3180, unsloth#1642), its first file: three rows, the second too long."""
+    write(tmp_path, {"text": "count: 1"}, {"text": "count: " + "tick " * 9000}, {"text": "count: 2"})
+    source = opened(tmp_path, tokenizer, max_model_len=512)
+    assert [source.row(i).prompt for i in range(4)] == ["count: 1", "count: 2", "count: 1", "count: 2"]
+    assert "skipped 1 of 3 prompts, longer than 496 tokens: line 2" in caplog.text
+
+
+def test_a_file_of_over_long_rows_has_no_usable_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Case 9, its second file."""
+    write(tmp_path, *({"text": "count: " + "tick " * (9000 + n)} for n in range(3)))
+    message = refusal(tmp_path, tokenizer)
+    assert "0 usable rows: all 3 prompts are longer than 496 tokens; shorten them" in message
+
+
+def test_a_line_of_fifty_megabytes_is_skipped_without_being_tokenised(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer needs about a hundred bytes per character of it: gigabytes, in a process that all runs share."""
+    write(tmp_path, {"text": "short"}, {"text": "x" * 50_000_000})
+    lengths: list[int] = []
+    encode = type(tokenizer).__call__
+
+    def counted(self: PreTrainedTokenizerFast, texts: list[str], **options: Any) -> Any:
+        lengths.extend(len(text) for text in texts)
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    assert opened(tmp_path, tokenizer).info.skipped == 1
+    assert lengths == [5]
+
+
+def test_half_a_surrogate_pair_is_the_rows_fault(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "ok"}\n{"text": "half \\ud800"}\n')
+    message = refusal(tmp_path, tokenizer)
+    assert "holds half a surrogate pair" in message and "line 2" in message
+    message.encode()
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        ('"  "', "'label' is empty; give every row an answer"),
+        ("[1]", "'label' is a list; rmType math needs a string or a number"),
+        ('{"n": 1}', "'label' is a dict; rmType math"),
+        ("true", "'label' is a bool; rmType math"),
+        ("NaN", "'label' is nan; give every row a finite value"),
+        ("1e400", "'label' is inf; give every row a finite value"),
+        ("null", "'label' is missing or null; give every row a value"),
+    ],
+)
+def test_a_label_that_no_answer_can_equal_names_its_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, label: str, text: str
+) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "a", "label": "1"}\n{"text": "b", "label": ' + label + "}\n")
+    message = refusal(tmp_path, tokenizer, labelKey="label")
+    assert text in message and "line 2 of 'd.jsonl'" in message and message.startswith("labelKey: ")
+
+
+def test_a_users_own_reward_may_have_labels_of_any_kind(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    write(tmp_path, {"text": "a", "label": [1, {"n": True}]})
+    row = opened(tmp_path, tokenizer, labelKey="label", rmType=None, customRmPath="a.b").row(0)
+    assert row.label == [1, {"n": True}]
+
+
+def test_messages_with_null_content_print_no_none(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = TOOL_TEMPLATE
+    bare = [{k: v for k, v in m.items() if k != "content" or v} for m in TOOL_MESSAGES]
+    nulls = [{"content": None, "tool_calls": None} | m for m in bare]
+    write(tmp_path, {"text": TOOL_MESSAGES}, {"text": nulls})
+    source = opened(tmp_path, tokenizer)
+    assert source.row(0).prompt_ids == source.row(1).prompt_ids
+
+
+def test_a_parquet_file_of_gsm8k_names_its_columns_when_another_is_asked_for(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Case 2 (verl-project/verl#758), (a): the reward column of another dataset."""
+    row = {"question": "A crate holds 25 jars. How many in 50 crates?", "answer": "25*50=1250\n#### 1,250"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "d.parquet")
+    fields = {"data": "d.parquet", "inputKey": "question"}
+    message = refusal(tmp_path, tokenizer, labelKey="reward_model", **fields)
+    assert message == (
+        "labelKey: 'reward_model' is no column of 'd.parquet', which has answer, question; set labelKey to one of them"
+    )
+    assert opened(tmp_path, tokenizer, labelKey="answer", **fields).row(0).label == row["answer"]
 
 
 def test_max_prompt_tokens_is_a_lower_limit(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,14 +1,18 @@
 """The /v1 routes over a real registry."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from lorafleet_api.v1alpha1.reasons import REWARD_ERROR
 from lorafleet_api.v1alpha1.wire import OPERATOR_EPOCH_HEADER, AdapterList
+from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.http.app import create_app
 from lorafleet_runtime.loop.fleet_view import FleetView
 from lorafleet_runtime.loop.signal import Signal
@@ -18,14 +22,14 @@ from support.runs import DATASET, pool_spec, run_spec
 
 
 @pytest.fixture
-def view() -> FleetView:
+def view(tmp_path: Path) -> FleetView:
     signal = Signal()
-    return FleetView(Registry(pool_spec(), 4, signal.set), signal, lambda uid, step: [{"uid": uid, "step": step}])
+    return FleetView(Registry(pool_spec(), 4, signal.set), signal, tmp_path)
 
 
 @pytest.fixture
 async def client(view: FleetView) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(view, lambda: "secret", CollectorRegistry(), adapter_runs=True)
+    app = create_app(view, lambda: "secret", CollectorRegistry())
     transport = httpx.ASGITransport(app=app)
     headers = {"Authorization": "Bearer secret"}
     async with httpx.AsyncClient(transport=transport, base_url="http://runtime", headers=headers) as client:
@@ -67,9 +71,39 @@ async def test_an_unknown_field_is_refused(client: httpx.AsyncClient) -> None:
     assert answer.json()["field"] == "lorarank"
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "E\n", "a::b", "", "A b", "x" * 300])
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [("NaN", "optimizer.lr"), ("-Infinity", "optimizer.lr"), ("1e400", "optimizer.lr"), ('"\\ud800"', "optimizer.lr")],
+)
+async def test_a_value_that_json_has_no_word_for_is_refused_and_told(
+    client: httpx.AsyncClient, view: FleetView, value: str, field: str
+) -> None:
+    text = json.dumps(body(spec=run_spec(optimizer={"lr": 1})))
+    content = text.replace('{"lr": 1}', '{"lr": ' + value + "}")
+    answer = await client.put("/v1/adapters/u1", content=content, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["field"]) == (422, field)
+    assert view.registry.runs == {}
+
+
+async def test_one_runs_odd_words_do_not_break_the_listing_of_all(client: httpx.AsyncClient, view: FleetView) -> None:
+    await client.put("/v1/adapters/u1", json=body(spec=run_spec(sampleMetadata={"odd": "x"})))
+    view.registry.fail(RunError(REWARD_ERROR, "customRmPath: it raised \ud800; correct it").fault("u1"))
+    [told] = (await client.get("/v1/adapters?timeout=0")).json()["adapters"]
+    assert told["message"] == "customRmPath: it raised ?; correct it"
+
+
+@pytest.mark.parametrize("name", [f"{'team-' * 13}run.{'v' * 11}", ".".join(["a" * 63] * 3 + ["b" * 61])])
+async def test_every_name_that_an_object_may_have_is_taken(client: httpx.AsyncClient, name: str) -> None:
+    """Case 11 (kubernetes-sigs/kueue#13413), (a): 80 characters with a dot; and the longest, of 253."""
+    assert len(name) in (80, 253)
+    assert (await client.put("/v1/adapters/u1", json=body(name=name))).json()["name"] == name
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "E\n", "a::b", "", "A b", "x" * 300, "a\0b", "\ud800"])
 async def test_unsafe_names_are_refused(client: httpx.AsyncClient, view: FleetView, name: str) -> None:
-    assert (await client.put("/v1/adapters/u1", json=body(name=name))).status_code == 422
+    content = json.dumps(body(name=name))
+    answer = await client.put("/v1/adapters/u1", content=content, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.headers["content-type"]) == (422, "application/problem+json")
     assert view.registry.runs == {}
 
 
@@ -83,6 +117,19 @@ async def test_an_older_operator_gets_409_on_every_call(client: httpx.AsyncClien
         await client.get("/v1/adapters", headers=old),
     ]
     assert [a.status_code for a in answers] == [409] * 4
+
+
+async def test_an_older_operator_that_waits_in_a_long_poll_is_told_at_once(
+    client: httpx.AsyncClient, view: FleetView
+) -> None:
+    await client.put("/v1/pool", json={"operatorEpoch": 4, "uids": []})
+    after = f"4,{view.registry.revision}"
+    old = {OPERATOR_EPOCH_HEADER: "4"}
+    poll = asyncio.create_task(client.get(f"/v1/adapters?after={after}&timeout=20", headers=old))
+    while not view.signal._waiters:  # the poll has passed its first check
+        await asyncio.sleep(0)
+    await client.put("/v1/pool", json={"operatorEpoch": 5, "uids": []})
+    assert (await asyncio.wait_for(poll, 5)).status_code == 409
 
 
 async def test_ready_only_after_the_operator_has_spoken(client: httpx.AsyncClient, view: FleetView) -> None:
@@ -123,22 +170,3 @@ async def test_delete_says_202_until_it_is_gone(client: httpx.AsyncClient, view:
     view.registry.observe_engine(EngineStatus("engine-0", True, (), 2.0))
     assert (await client.delete("/v1/adapters/u1")).status_code == 200
     assert (await client.get("/v1/adapters/u1")).status_code == 404
-
-
-async def test_miles_routes_register_and_tell_states(client: httpx.AsyncClient) -> None:
-    config = {"data": "x.jsonl", "rm_type": "math", "rank": 4, "rollout_batch_size": 2, "n_samples_per_prompt": 2,
-              "max_staleness": 0, "sampling": {"max_tokens": 8}}  # fmt: skip
-    assert (await client.post("/adapter_runs", json={"name": "r_1", "config": config})).status_code == 200
-    assert (await client.post("/adapter_runs", json={"name": "r_1", "config": config})).status_code == 400
-    assert (await client.post("/adapter_runs", json={"name": "r_2", "config": config})).status_code == 200
-    assert (await client.post("/adapter_runs", json={"name": "r_3", "config": config})).status_code == 409
-    states = (await client.get("/adapter_runs/state?names=r_1&names=nobody")).json()
-    assert states == {"states": {"r_1": "PENDING", "nobody": None}}
-    assert (await client.delete("/adapter_runs/nobody")).status_code == 404
-    assert (await client.delete("/adapter_runs/r_1")).json() == {"status": "ok", "name": "r_1"}
-
-
-@pytest.mark.parametrize("name", ["state", "E\n", "a/b", ".."])
-async def test_miles_routes_refuse_unsafe_names(client: httpx.AsyncClient, name: str) -> None:
-    config = {"data": "x.jsonl", "rm_type": "math"}
-    assert (await client.post("/adapter_runs", json={"name": name, "config": config})).status_code == 400

@@ -12,6 +12,7 @@ def score(response: str, label: Any, truncated: bool = False) -> float:
 
 
 def test_an_unfinished_or_empty_last_box_scores_nothing() -> None:
+    """Case 1 (marin-community/marin#9163): output cut inside the last box earned the credit of an earlier one."""
     responses = (
         r"Try \boxed{12}. No, wait: \boxed{",
         r"Try \boxed{12}. Final: \boxed{}",

@@ -14,8 +14,9 @@ import pytest_asyncio
 
 from lorafleet_runtime.rewards.process import RewardFailure, RewardProcess
 
+MEMORY = 512 << 20
 MODULE = """
-    import os, subprocess, sys, time
+    import asyncio, os, subprocess, sys, time
 
     def echo(*, prompt, response, label, metadata, truncated):
         assert prompt == "p" and metadata == {"k": [1]} and truncated is True
@@ -34,13 +35,37 @@ MODULE = """
             sys.exit("bye")
         if response == "die":
             os._exit(7)
+        if response == "die once":
+            if os.path.exists(call["metadata"]["seen"]):
+                return 1.0
+            open(call["metadata"]["seen"], "w").close()
+            os._exit(7)
         if response == "raise":
             raise KeyError("no such key")
         if response == "pid":
             return os.getpid()
+        if response == "kill":
+            os.kill(os.getpid(), 9)
+        if response == "eat":
+            return len(bytearray(1 << 30))
+        if response == "print":
+            while True:
+                print("x" * 1000)
+        if response == "chatty":
+            print("x" * 100_000)
+            return 0.5
+        if response == "surrogate":
+            raise ValueError("half a character: \\ud800")
+        if response == "huge text":
+            raise ValueError("x" * 1_000_000)
+        if response == "coroutine":
+            return asyncio.sleep(0)
         if response == "bool":
             return True
-        return {"none": None, "text": "1.0", "nan": float("nan"), "inf": float("-inf"), "list": [1]}[response]
+        return {
+            "none": None, "text": "1.0", "nan": float("nan"), "inf": float("-inf"), "list": [1], "pair": [0.5, 0.5],
+            "empty": [], "dict": {"score": 1.0}, "big": 10**400,
+        }[response]
 
     def no_torch(**call):
         return float("torch" in sys.modules or "ray" in sys.modules)
@@ -62,7 +87,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest_asyncio.fixture
 async def reward(module: str) -> AsyncIterator[RewardProcess]:
-    process = RewardProcess(f"{module}.by_response", 10.0)
+    process = RewardProcess(f"{module}.by_response", 10.0, MEMORY)
     yield process
     await process.close()
 
@@ -79,7 +104,7 @@ async def failure(process: RewardProcess, response: str) -> str:
 
 
 async def one_call(target: str, response: str, **fields: Any) -> float:
-    process = RewardProcess(target, 10.0)
+    process = RewardProcess(target, 10.0, MEMORY)
     try:
         return await score(process, response, **fields)
     finally:
@@ -103,7 +128,9 @@ async def test_an_exception_is_told_with_type_and_text(reward: RewardProcess) ->
     assert await score(reward, "bool") == 1.0  # the child serves on
 
 
-@pytest.mark.parametrize("response", ["none", "text", "nan", "inf", "list"])
+@pytest.mark.parametrize(
+    "response", ["none", "text", "nan", "inf", "list", "pair", "empty", "dict", "big", "coroutine"]
+)
 async def test_what_is_no_finite_number_is_a_failure(reward: RewardProcess, response: str) -> None:
     assert "return a finite number" in await failure(reward, response)
 
@@ -119,8 +146,37 @@ async def test_a_child_that_dies_is_replaced(reward: RewardProcess) -> None:
     assert first != second and not math.isnan(second)
 
 
+async def test_a_child_that_is_killed_is_replaced_too(reward: RewardProcess) -> None:
+    assert "exited with code -9" in await failure(reward, "kill")
+    assert await score(reward, "bool") == 1.0
+
+
+async def test_a_function_that_eats_memory_is_stopped_at_the_pools_limit(reward: RewardProcess) -> None:
+    assert await failure(reward, "eat") == "MemoryError: more than the 512 MiB of the pool's rollout.rewardMemoryBytes"
+    assert await score(reward, "bool") == 1.0
+
+
+async def test_a_function_that_prints_without_end_is_stopped_and_little_of_it_is_logged(
+    reward: RewardProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lorafleet_runtime.rewards.process"):
+        assert await failure(reward, "print") == "printed more than 4 MiB in one call; print less"
+        assert 0 < len(caplog.text) < 10_000
+    assert await score(reward, "bool") == 1.0
+
+
+async def test_a_chatty_function_is_no_failure_however_often_it_is_called(reward: RewardProcess) -> None:
+    assert [await score(reward, "chatty") for _ in range(60)] == [0.5] * 60  # 6 MB in all
+
+
+@pytest.mark.parametrize("response", ["surrogate", "huge text"])
+async def test_the_text_of_an_exception_can_always_be_told(reward: RewardProcess, response: str) -> None:
+    text = await failure(reward, response)
+    assert text.startswith("ValueError: ") and len(text.encode()) < 3000
+
+
 async def test_a_hang_is_killed_and_the_next_call_served(module: str) -> None:
-    process = RewardProcess(f"{module}.by_response", 0.3)
+    process = RewardProcess(f"{module}.by_response", 0.3, MEMORY)
     try:
         await process.start()
         hung = process.pid
@@ -141,6 +197,12 @@ async def test_a_cancelled_call_leaves_no_answer_behind(reward: RewardProcess) -
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await score(reward, "bool") == 1.0
+
+
+async def test_a_child_that_dies_under_a_call_is_called_once_more(reward: RewardProcess, tmp_path: Path) -> None:
+    seen = {"seen": str(tmp_path / "seen")}
+    assert await reward.score(prompt="p", response="die once", label=0, metadata=seen, truncated=False) == 1.0
+    assert (tmp_path / "seen").exists()
 
 
 async def test_close_ends_a_running_call(reward: RewardProcess) -> None:
@@ -169,7 +231,7 @@ async def test_a_child_whose_parent_is_gone_ends_also_while_it_hangs(module: str
     )  # fmt: skip
     assert child.stdin is not None and child.stdout is not None
     try:
-        child.stdin.write(b'{"target": "user_rewards.by_response"}\n')
+        child.stdin.write(b'{"target": "user_rewards.by_response", "memoryBytes": 1073741824}\n')
         assert await child.stdout.readline() == b'{"ok": true}\n'
         child.stdin.write(b'{"prompt":"","response":"hang","label":0,"metadata":{},"truncated":false}\n')
         child.stdin.close()
@@ -191,7 +253,7 @@ async def test_a_child_whose_parent_is_gone_ends_also_while_it_hangs(module: str
     ],
 )
 async def test_what_cannot_be_loaded_says_why(module: str, target: str, text: str) -> None:
-    process = RewardProcess(target, 10.0)
+    process = RewardProcess(target, 10.0, MEMORY)
     with pytest.raises(RewardFailure, match=text.replace("(", r"\(")):
         await process.start()
     assert process.pid is None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pickle
 import textwrap
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import pytest_asyncio
 from safetensors.numpy import save_file
@@ -29,6 +32,8 @@ MODULE = """
     def by_text(*, response, truncated, **call):
         if response == "raise":
             raise ValueError("no verdict")
+        if response == "half":
+            raise ValueError("half \\ud800")
         if response == "wait":
             pid, gate = os.environ["REWARD_PID"], os.environ["REWARD_GATE"]
             with open(pid, "w") as file:
@@ -128,10 +133,46 @@ async def test_the_reward_sees_the_row_and_the_text_without_its_end(worker: Roll
 
 
 async def test_the_math_reward_scores_one_group(worker: RolloutWorker) -> None:
+    """Case 1 (marin-community/marin#9163): 0, 0, 1, 0; the group's mean is 0.25, so its rewards are not all equal."""
     await worker.open("uid-1", spec(customRmPath=None, rmType="math"))
     replies = [r"Try \boxed{5}. No: \boxed{", r"Try \boxed{5}. \boxed{}", r"It is \boxed{5}.", r"\boxed{5}, \boxed{1"]
     got = await group(worker, ScriptedEngine(replies))
     assert [s.reward for s in got.samples] == [0.0, 0.0, 1.0, 0.0] and not got.is_constant
+
+
+async def test_gsm8k_as_it_is_scores_a_right_answer(worker: RolloutWorker, tmp_path: Path) -> None:
+    """Case 2 (verl-project/verl#758), (b): the raw parquet file, its answer column the label."""
+    row = {"question": "A crate holds 25 jars. How many in 50 crates?", "answer": "25*50=1250\n#### 1,250"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "storage/gsm8k.parquet")
+    fields = {"data": "gsm8k.parquet", "inputKey": "question", "labelKey": "answer"}
+    await worker.open("uid-1", spec(customRmPath=None, rmType="math", **fields))
+    got = await group(worker, ScriptedEngine(["#### 1250", "#### 125", "1,250 jars", "#### 1,250"]))
+    assert [s.reward for s in got.samples] == [1.0, 0.0, 1.0, 1.0]
+
+
+async def test_a_rewards_failure_is_told_in_words_that_every_answer_can_carry(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec())
+    with pytest.raises(RunError) as caught:
+        await group(worker, ScriptedEngine(["1", "half", "1", "1"]))
+    assert "ValueError: half ?" in caught.value.message
+    (caught.value.message + caught.value.detail).encode()
+
+
+async def test_an_over_long_row_is_skipped_and_a_neighbour_goes_on(worker: RolloutWorker, tmp_path: Path) -> None:
+    """Case 9 (huggingface/trl#3180): the row in the middle, and a file of nothing else."""
+    long = {"text": "count: " + "tick " * 9000, "label": "0"}
+    rows = [{"text": "count: 1", "label": "1"}, long, {"text": "count: 2", "label": "2"}]
+    for name, content in (("some", rows), ("all", [long] * 3)):
+        (tmp_path / f"storage/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    await worker.open("uid-1", spec())
+    info = await worker.open("some", spec(data="some.jsonl"))
+    assert (info.rows, info.skipped) == (2, 1)
+    prompts = [tuple(make_tokenizer().encode(f"count: {n}")) for n in (1, 2, 1)]
+    got = [await worker.run_group("some", index, VERSION, ScriptedEngine(["1"] * 4)) for index in range(3)]
+    assert [g.prompt_ids for g in got if isinstance(g, PromptGroup)] == prompts
+    with pytest.raises(RunError, match="0 usable rows: all 3 prompts are longer than 496 tokens"):
+        await worker.open("all", spec(data="all.jsonl"))
+    assert [s.reward for s in (await group(worker, ScriptedEngine(["1"] * 4))).samples] == [1.0] * 4
 
 
 async def test_policy_fail_fails_the_run_with_the_exception(worker: RolloutWorker) -> None:
@@ -315,3 +356,17 @@ async def test_what_cannot_be_opened_is_the_runs_error(
     with pytest.raises(RunError) as caught:
         await worker.open("uid-1", spec(**fields))
     assert caught.value.reason == reason and text in caught.value.message
+
+
+async def test_a_group_shows_its_prompt_as_the_model_read_it(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec())
+    assert (await group(worker, ScriptedEngine(["1", "0", "0", "1"]))).prompt == "2 +"
+
+
+async def test_a_reward_that_raises_brings_its_traceback_through_the_actors_border(worker: RolloutWorker) -> None:
+    await worker.open("uid-1", spec())
+    with pytest.raises(RunError) as caught:
+        await worker.run_group("uid-1", 0, VERSION, ScriptedEngine(["1", "raise", "0", "1"]))
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert "worker_rewards.py" in error.fault("uid-1").detail
+    assert error.fault("uid-1").detail.rstrip().endswith("ValueError: no verdict")

@@ -1,6 +1,7 @@
 """initFrom as it is checked before a slot is taken: the config's fields, and the tensor headers against the run."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,44 @@ def test_another_scale_or_place_is_refused_by_field(tmp_path: Path, fields: dict
     assert text in refusal(tmp_path, **fields)
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_a_folder_and_a_link_out_of_the_storage_are_refused(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    write(root)
+    file = root / "source" / name
+    elsewhere = tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    assert f"{name} cannot be read" in refusal(root)  # it is missing
+    file.symlink_to(elsewhere)
+    assert "lies outside the pool's storage" in refusal(root)
+    file.unlink()
+    os.mkfifo(file)
+    assert f"{name} cannot be read" in refusal(root)
+    file.unlink()
+    file.mkdir()
+    assert f"{name} cannot be read" in refusal(root)
+
+
+def test_links_inside_the_storage_are_followed(tmp_path: Path) -> None:
+    """A hub cache is made of them."""
+    write(tmp_path)
+    (tmp_path / "source").rename(tmp_path / "blobs")
+    (tmp_path / "source").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "source" / name).symlink_to(tmp_path / "blobs" / name)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"peft_type": "LOHA"}'])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path)
+    (tmp_path / "source/adapter_config.json").write_bytes(content)
+    assert "adapter_config.json" in refusal(tmp_path)
+
+
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    """Case 7 (vllm-project/vllm#4879), (c); (a) and (b) are rank and rank_pattern above."""
     write(tmp_path)
     file = tmp_path / "source/adapter_model.safetensors"
     whole = file.read_bytes()

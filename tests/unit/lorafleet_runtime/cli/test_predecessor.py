@@ -1,0 +1,84 @@
+"""A new supervisor ends exactly what a killed one recorded, serve before Ray, with all descendants."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lorafleet_runtime.cli.predecessor import end_predecessor, identity
+
+PARENT = (
+    "import subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+    "print(child.pid, flush=True)\n"
+    "import time; time.sleep(60)\n"
+)
+NOTED = (
+    "import signal, sys, time\n"
+    "def end(*_):\n"
+    "    open(sys.argv[1], 'a').write(sys.argv[2] + '\\n'); sys.exit(0)\n"
+    "signal.signal(signal.SIGTERM, end)\n"
+    "print('ready', flush=True)\n"
+    "time.sleep(60)\n"
+)
+
+
+def run(script: str, *arguments: str) -> "tuple[subprocess.Popen[str], str]":
+    child = subprocess.Popen(
+        [sys.executable, "-S", "-c", script, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdout is not None
+    return child, child.stdout.readline().strip()
+
+
+@pytest.fixture
+def started() -> Iterator["list[subprocess.Popen[str]]"]:
+    children: list[subprocess.Popen[str]] = []
+    yield children
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def record(folder: Path, **about: object) -> Path:
+    path = folder / "runtime.json"
+    path.write_text(json.dumps(about))
+    return path
+
+
+def test_what_is_recorded_ends_with_its_descendants(tmp_path: Path, started: "list[subprocess.Popen[str]]") -> None:
+    ray, grandchild = run(PARENT)
+    started.append(ray)
+    end_predecessor(record(tmp_path, ray=identity(ray.pid)), 5.0)
+    assert ray.wait(timeout=5.0) in (-signal.SIGTERM, 0)
+    assert not psutil.pid_exists(int(grandchild))
+
+
+def test_serve_ends_before_ray_so_that_it_can_save(tmp_path: Path, started: "list[subprocess.Popen[str]]") -> None:
+    order = tmp_path / "order"
+    ray, serve = run(NOTED, str(order), "ray")[0], run(NOTED, str(order), "serve")[0]
+    started += [ray, serve]
+    end_predecessor(record(tmp_path, ray=identity(ray.pid), serve=identity(serve.pid)), 5.0)
+    assert order.read_text().split() == ["serve", "ray"]
+
+
+def test_a_reused_pid_is_left_alone(tmp_path: Path, started: "list[subprocess.Popen[str]]") -> None:
+    other, _ = run(NOTED, os.devnull, "other")
+    started.append(other)
+    about = identity(other.pid)
+    assert about["started"] is not None
+    end_predecessor(record(tmp_path, serve=about | {"started": about["started"] - 1}), 5.0)
+    assert other.poll() is None
+
+
+def test_a_damaged_or_missing_record_names_nothing(tmp_path: Path) -> None:
+    end_predecessor(tmp_path / "missing.json", 1.0)
+    damaged = tmp_path / "runtime.json"
+    damaged.write_text("{")
+    end_predecessor(damaged, 1.0)
