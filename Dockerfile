@@ -17,6 +17,7 @@ COPY crds crds
 COPY operator operator
 # The other members' metadata, which the workspace needs to be read; their code stays out.
 COPY runtime/pyproject.toml runtime/pyproject.toml
+COPY cli/pyproject.toml cli/pyproject.toml
 COPY local/pyproject.toml local/pyproject.toml
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --no-dev --no-editable --package lorafleet-operator
@@ -39,6 +40,7 @@ COPY pyproject.toml uv.lock ./
 COPY crds crds
 COPY runtime runtime
 COPY operator/pyproject.toml operator/pyproject.toml
+COPY cli/pyproject.toml cli/pyproject.toml
 COPY local/pyproject.toml local/pyproject.toml
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --no-dev --no-editable --package lorafleet-runtime --extra gpu

@@ -3,27 +3,31 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 BIN := .venv/bin
-MODULES := lorafleet_api lorafleet_operator lorafleet_runtime lorafleet_local
+MODULES := lorafleet_api lorafleet_operator lorafleet_runtime lorafleet_cli lorafleet_local
 
-.PHONY: help setup demo up down status check test generate bench-demo clean
+.PHONY: help setup demo demo-full up down status check test test-chaos generate bench-demo bench-demo-full clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Environment, control-plane binaries and base model (once; at once when nothing changed)
 	@hack/setup.sh
 
 demo: setup ## Train three adapters through AdapterRun objects and prove that they learnt
-	@exec $(BIN)/lorafleet-local demo
+	@exec $(BIN)/lorafleet-local demo --owner $$PPID
 
-up: setup ## Start the one-machine edition for your own `kubectl apply -f adapterrun.yaml`
-	@exec $(BIN)/lorafleet-local up
+demo-full: setup ## The demo with runs that come late, pause, get deleted and fail beside the three
+	@exec $(BIN)/lorafleet-local demo-full --owner $$PPID
 
-down: ## Stop what `make up` (or a killed demo) started
-	@if [[ -x $(BIN)/lorafleet-local ]]; then hack/down.sh; fi
+up: setup ## Start the one-machine edition for your own `kubectl apply`; POOL=FILE changes its AdapterPool
+	@exec $(BIN)/lorafleet-local up --owner $$PPID $(if $(POOL),--pool '$(POOL)')
+
+down: ## Stop everything that this checkout started
+	@if [[ -x $(BIN)/lorafleet-local ]]; then $(BIN)/lorafleet-local down; else echo "no .venv: not set up"; fi
 
 status: ## Show which processes of `make up` live
-	@exec $(BIN)/lorafleet-local status
+	@if [[ ! -x $(BIN)/lorafleet-local ]]; then echo "not running, and not set up: start it with \`make up\`"; \
+	else $(BIN)/lorafleet-local status || [[ $$? == 3 ]]; fi
 
 check: setup ## Lint, types, import layers, sizes, Dockerfile
 	$(BIN)/ruff check .
@@ -35,11 +39,17 @@ check: setup ## Lint, types, import layers, sizes, Dockerfile
 test: setup ## All tests: unit, contract, numerics, cluster; prints the time of each part
 	@hack/test.sh
 
+test-chaos: setup ## Kill parts of a running stack, one after the other; not part of `make test`
+	@CHAOS_LOG=docs/chaos-log.md hack/test-chaos.sh
+
 generate: setup ## Write the generated files (CRDs) again
 	$(BIN)/python -m lorafleet_api.generate
 
 bench-demo: setup ## Run the demo and write bench/demo.json
-	@exec $(BIN)/lorafleet-local demo --bench bench/demo.json
+	@exec $(BIN)/lorafleet-local demo --owner $$PPID --bench bench/demo.json
+
+bench-demo-full: setup ## Run demo-full and write its figures into bench/demo.json
+	@exec $(BIN)/lorafleet-local demo-full --owner $$PPID --bench bench/demo.json
 
 clean: down ## Remove the environment and this checkout's state; the cache outside the tree stays
 	rm -rf .venv .lorafleet .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

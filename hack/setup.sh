@@ -93,8 +93,7 @@ main() {
     # Progress goes to stderr as it comes; the build reports beside it.
     "$uv" sync --frozen --python "$python" || die "uv sync failed; see the lines above"
     say "environment: done"
-    say "base model: converting SmolLM2-135M-Instruct (about 15 s, once)"
-    .venv/bin/python -m lorafleet_local.model
+    TQDM_DISABLE=1 .venv/bin/python -m lorafleet_local.model  # says so where it converts
     [[ -d /proc/$build ]] && say "waiting for the control plane's binaries"
     wait "$build" || die "the control plane's binaries could not be built; see the lines above"
     trap - EXIT

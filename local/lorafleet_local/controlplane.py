@@ -1,6 +1,7 @@
 """A real Kubernetes control plane as child processes on 127.0.0.1: etcd, kube-apiserver, kube-controller-manager.
 
-Called by `stack` and by the cluster tests. Owns their flags, kubeconfigs and readiness. Schedules no pods: the
+Called by `stack` and by the cluster tests. Owns their flags, kubeconfigs and readiness. Each runs under a supervisor:
+one that dies comes back with the same data, ports and certificates, and the others wait for it. Schedules no pods: the
 one-machine edition runs its parts as processes.
 """
 
@@ -25,6 +26,7 @@ from lorafleet_local.certs import (
 )  # fmt: skip
 from lorafleet_local.processes import Process, start, wait_until
 from lorafleet_local.state import State
+from lorafleet_local.supervise import supervised
 
 OPERATOR_NAMESPACE = "lorafleet-system"
 OPERATOR_ACCOUNT = "lorafleet-operator"
@@ -52,7 +54,7 @@ def start_control_plane(state: State, binaries: Binaries) -> ControlPlane:
     The controller manager is started then and not waited for: nothing here needs it in its first second.
 
     Args:
-        state: gets the processes; its folder gets PKI, data, logs and kubeconfigs.
+        state: gets the supervisors; its folder gets PKI, data, logs and kubeconfigs.
         binaries: what to run.
 
     Raises:
@@ -72,7 +74,8 @@ def start_control_plane(state: State, binaries: Binaries) -> ControlPlane:
 
 
 def _start(state: State, name: str, argv: list[str]) -> Process:
-    return state.add(start(name, argv, state.log(name), state.stack_id))
+    command = supervised(name, argv, any_status=True)
+    return state.add(start(name, command, state.log(name), state.stack_id))
 
 
 def _etcd_argv(state: State, binaries: Binaries, pki: Pki, url: str) -> list[str]:

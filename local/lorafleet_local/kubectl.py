@@ -53,10 +53,12 @@ class Kubectl:
 
     Args:
         kubeconfig: whose cluster and identity.
+        environment: added to this program's.
     """
 
-    def __init__(self, kubeconfig: Path) -> None:
+    def __init__(self, kubeconfig: Path, environment: Mapping[str, str] | None = None) -> None:
         self.kubeconfig = kubeconfig
+        self._environment = environment or {}
         self._command = find_kubectl()
 
     def __call__(self, *arguments: str, stdin: str | None = None, timeout: float = 60.0) -> str:
@@ -89,4 +91,4 @@ class Kubectl:
 
     def environment(self) -> Mapping[str, str]:
         """The environment that points kubectl here, past any proxy."""
-        return {**os.environ, "KUBECONFIG": str(self.kubeconfig), "NO_PROXY": "127.0.0.1"}
+        return {**os.environ, **self._environment, "KUBECONFIG": str(self.kubeconfig), "NO_PROXY": "127.0.0.1"}

@@ -1,6 +1,6 @@
 """What the demo measures, and bench/demo.json: {hardware, commit, command, date, results: [{name, value, unit, ...}]}.
 
-Called by `demo`. Reads objects, /metrics and /proc; changes nothing.
+Called by the demos. Reads objects, /metrics and /proc; changes nothing.
 """
 
 import datetime
@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lorafleet_local.processes import peak_rss_bytes
 from lorafleet_local.stack import Stack
 
 Result = dict[str, Any]
+_FULL = "demo_full."
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ def note_last_step(results: Results, running: Stack, item: dict[str, Any]) -> No
     Raises:
         httpx.HTTPError: the runtime does not answer.
     """
-    with _runtime(running) as runtime:
+    with running.runtime() as runtime:
         answer = runtime.get(f"/v1/adapters/{item['metadata']['uid']}")
     if answer.status_code == httpx.codes.OK:
         view = AdapterView.model_validate(answer.json())
@@ -85,7 +87,7 @@ def collect(results: Results, running: Stack) -> None:
         httpx.HTTPError: the runtime does not answer.
     """
     results.peaks = peak_rss_bytes(running.state.stack_id, running.state.processes)
-    with _runtime(running) as runtime:
+    with running.runtime() as runtime:
         metrics = runtime.get("/metrics").raise_for_status().text
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
@@ -93,16 +95,11 @@ def collect(results: Results, running: Stack) -> None:
                 results.counters[sample.name] = sample.value
 
 
-def _runtime(running: Stack) -> httpx.Client:
-    headers = {"Authorization": f"Bearer {running.token_file.read_text().strip()}"}
-    return httpx.Client(base_url=running.runtime_url, headers=headers, trust_env=False, timeout=10.0)
-
-
 def write(path: Path, results: Results, proof: dict[str, Any], phases: dict[str, float], wall: float) -> None:
     """Write the figures in the schema that all of bench/ shares.
 
     Args:
-        path: replaced if it exists.
+        path: its rows of demo-full stay.
         results: from the run.
         proof: from `prove`.
         phases: seconds by name.
@@ -117,12 +114,37 @@ def write(path: Path, results: Results, proof: dict[str, Any], phases: dict[str,
         rows.append(_row(f"demo.{name}.reward_before", task["before"]["mean_reward"], "reward", task["prompts"]))
         rows.append(_row(f"demo.{name}.reward_after", task["after"]["mean_reward"], "reward", task["prompts"]))
     rows += _baseline(results.baseline)
+    _update(path, "make bench-demo", lambda name: not name.startswith(_FULL), rows)
+
+
+def write_full(path: Path, wall: float, phases: dict[str, float], stories: dict[str, float]) -> None:
+    """Write the figures of demo-full beside those of the demo.
+
+    Args:
+        path: its other results stay.
+        wall: seconds of the whole, start-up, shutdown and proof included.
+        phases: seconds by name.
+        stories: seconds by name.
+    """
+    rows = [_row(f"{_FULL}wall_seconds", wall, "s")]
+    rows += [_row(f"{_FULL}phase.{name.replace(' ', '_')}_seconds", value, "s") for name, value in phases.items()]
+    rows += [_row(f"{_FULL}story.{name}_seconds", value, "s") for name, value in stories.items()]
+    _update(path, "make bench-demo-full", lambda name: name.startswith(_FULL), rows)
+
+
+def _update(path: Path, command: str, mine: Callable[[str], bool], rows: list[Result]) -> None:
+    """Replace the rows that `mine` names; commit and date become those of now, and the command is added."""
+    before: dict[str, Any] = {"command": command, "results": []}
+    if path.is_file():
+        before = json.loads(path.read_text())
+    kept = [row for row in before["results"] if not mine(row["name"])]
+    commands = before["command"].split("; ")
     document = {
         "hardware": hardware(),
         "commit": commit(),
-        "command": "make bench-demo",
+        "command": "; ".join(dict.fromkeys([*commands, command])),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "results": rows,
+        "results": sorted([*kept, *rows], key=lambda row: row["name"].startswith(_FULL)),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=2) + "\n")

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ def ensure_model() -> Path:
     if _is_current(target):
         return target
     with locked(target.parent / f".{MODEL_NAME}.lock"):
-        if not _is_current(target):
-            _convert(_gguf(), target)
+        if not _is_current(target):  # another checkout may have made it while this one waited
+            gguf = _gguf()
+            print(f"base model: converting {MODEL_NAME} (about 15 s, once) into {target}", file=sys.stderr, flush=True)
+            _convert(gguf, target)
     return target
 
 
@@ -90,9 +93,13 @@ def _convert(gguf: Path, target: Path) -> None:
         _check_sane(temporary)
         stamp = {"format": _FORMAT, "source": gguf.name, "sourceSha256": _sha256(gguf)}
         _write_json(temporary / "lorafleet.json", stamp)
-        if target.exists():
-            shutil.rmtree(target)
-        os.rename(temporary, target)
+        if target.exists():  # moved away, not deleted first: a stack that reads it now keeps its files
+            old = Path(tempfile.mkdtemp(prefix=f".{MODEL_NAME}-", dir=target.parent))
+            os.rename(target, old)
+            os.rename(temporary, target)
+            shutil.rmtree(old)
+        else:
+            os.rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -131,4 +138,4 @@ def _sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(ensure_model())
+    ensure_model()

@@ -1,12 +1,16 @@
-"""The demo's AdapterPool: its spec, the runtime's configuration file and the manifests that `stack` applies.
+"""The one-machine edition's AdapterPool: its spec, the runtime's configuration and the manifests that `stack` applies.
 
-Called by `stack`. Sized for 2 cores and 24 GiB. Returns documents, writes and starts nothing.
+Called by `stack` and, for a pool file, by `main`. Sized for 2 cores and 24 GiB. Writes and starts nothing.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
+
+from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 
 POOL_NAME = "demo"
 """The pool that manifests/examples name in poolRef."""
@@ -14,6 +18,12 @@ NAMESPACE = "default"
 TOKEN_SECRET = "demo-runtime-token"
 
 _BASE_KINDS = ("Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
+
+_FIXED = {
+    "endpoint": "`make up` starts the runtime itself",
+    "storage": "it is the folder `storage` in the state folder",
+    "ray": "`make up` starts Ray itself",
+}
 
 Document = dict[str, Any]
 
@@ -43,6 +53,51 @@ def pool_spec(model: Path, storage: Path) -> Document:
     }
 
 
+class PoolFileError(Exception):
+    """The file of `make up POOL=FILE` cannot be used; the message names field, value and fix."""
+
+
+def read_pool_file(path: Path, defaults: Document) -> Document:
+    """The AdapterPool manifest in `path`, its spec laid over `defaults`: mappings merge, everything else replaces.
+
+    Args:
+        path: the manifest; apiVersion, kind and metadata may be left out.
+        defaults: from `pool_spec`.
+
+    Raises:
+        PoolFileError: not readable, not an AdapterPool, or a value that an AdapterPool cannot have.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PoolFileError(f"POOL: {path}: {error}; name a YAML file with an AdapterPool") from error
+    if not isinstance(document, dict) or not isinstance(document.get("spec"), dict):
+        raise PoolFileError(f"POOL: {path}: no spec; write an AdapterPool as `kubectl apply` takes it")
+    if (kind := document.get("kind", "AdapterPool")) != "AdapterPool":
+        raise PoolFileError(f"POOL: {path}: kind: {kind!r}; use AdapterPool")
+    if (name := (document.get("metadata") or {}).get("name", POOL_NAME)) != POOL_NAME:
+        raise PoolFileError(f"POOL: {path}: metadata.name: {name!r}; the one pool here is {POOL_NAME!r}")
+    own = document["spec"]
+    for field, why in _FIXED.items():
+        if field in own:
+            raise PoolFileError(f"POOL: {path}: spec.{field}: {own[field]!r}; remove it: {why}")
+    spec = _merge(defaults, own)
+    try:
+        AdapterPoolSpec.model_validate(spec)
+    except ValidationError as error:
+        found = [f"spec.{'.'.join(map(str, e['loc']))}: {e['input']!r}: {e['msg']}" for e in error.errors()]
+        raise PoolFileError(f"POOL: {path}: {'; '.join(found)}") from error
+    return spec
+
+
+def _merge(below: Document, above: Document) -> Document:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
 def runtime_config(spec: Document, port: int, folder: Path, ray_temp_dir: str) -> Document:
     """The configuration file of `lorafleet-runtime`.
 
@@ -59,6 +114,7 @@ def runtime_config(spec: Document, port: int, folder: Path, ray_temp_dir: str) -
         "storageRoot": spec["storage"]["path"],
         "rayTempDir": ray_temp_dir,
         "stateFile": str(folder / "runtime.json"),
+        "adapterRunsApi": os.environ.get("LORAFLEET_ADAPTER_RUNS") == "1",
     }
 
 

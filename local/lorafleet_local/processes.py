@@ -5,6 +5,8 @@ never touched. Every process also carries the stack's id in its environment: tha
 parent (Ray's daemons) or was started in the instant before this program was killed. Never matches by name.
 """
 
+import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -17,6 +19,7 @@ from pathlib import Path
 import psutil
 
 STACK_ENV = "LORAFLEET_STACK_ID"
+_PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 3.0
 """What descendants get to end by themselves once their root is gone."""
@@ -59,6 +62,23 @@ def start(name: str, argv: list[str], log: Path, stack_id: str, env: Mapping[str
     return Process(name, child.pid, _start_ticks(child.pid) or 0, str(log))
 
 
+def this_process(name: str) -> Process:
+    """This program itself."""
+    return Process(name, os.getpid(), _start_ticks(os.getpid()) or 0, "")
+
+
+def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends.
+
+    Args:
+        number: the signal.
+        parent: pid that the parent must have; with another one it has ended already, and the signal is sent now.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
 def find(process: Process) -> psutil.Process | None:
     """The live process, or None when it ended (a zombie counts as ended) or its pid belongs to another."""
     if _start_ticks(process.pid) != process.started:
@@ -97,9 +117,10 @@ def sweep(stack_id: str, grace_seconds: float) -> list[str]:
     """
     found = _with_descendants(_marked(stack_id))
     described = [f"{p.pid} {_describe(p)}" for p in found]
-    for process in found:
-        _signal(process, signal.SIGTERM)
-    _wait_gone(found, grace_seconds)
+    for group in (_without_parents_in(found), found):  # supervisors first: they end their commands, and in order
+        for process in group:
+            _signal(process, signal.SIGTERM)
+        _wait_gone(found, grace_seconds)
     for process in [*found, *_marked(stack_id)]:
         _signal(process, signal.SIGKILL)
     _wait_gone(found, 5.0)
@@ -227,6 +248,16 @@ def _with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
             continue
         family.update({member.pid: member for member in members if member.pid != os.getpid()})
     return list(family.values())
+
+
+def _without_parents_in(processes: list[psutil.Process]) -> list[psutil.Process]:
+    pids = {process.pid for process in processes}
+    roots = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.ppid() not in pids:
+                roots.append(process)
+    return roots
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -6,7 +6,6 @@ Run by the demo at its end. Uses nothing of the runtime: the adapters must work 
 every task's mean reward rose by at least `REQUIRED_GAIN`.
 """
 
-import ctypes
 import json
 import multiprocessing
 import signal
@@ -19,10 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
+from lorafleet_local.processes import end_with_parent
 from lorafleet_local.rewards import first_integer_is
 from lorafleet_local.tasks import TASKS, Task, read_rows, task_files
-
-_PR_SET_PDEATHSIG = 1
 
 REQUIRED_GAIN = 0.3
 """Mean held-out reward after training minus before."""
@@ -73,7 +71,7 @@ def prove(model_dir: Path, storage_root: Path, adapters: dict[str, Path]) -> lis
 
 def _end_with_parent() -> None:
     """Have the kernel end this process when its parent ends: a killed pool leaves its workers waiting for ever."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
 
 
 def prove_task(model_dir: Path, storage_root: Path, name: str, adapter: Path) -> Proof:

@@ -31,6 +31,20 @@ def addition(*, prompt: Any, response: str, label: Any, metadata: dict[str, Any]
     return 1.0 if _is(integers[-1], label) else 0.2
 
 
+def broken(*, prompt: Any, response: str, label: Any, metadata: dict[str, Any], truncated: bool) -> float:
+    """Raises at every call: takes the label for an object. `make demo-full` shows what a run with such a reward says.
+
+    Args:
+        prompt: not used.
+        response: the reply.
+        label: a string, which has no "sum".
+        metadata: not used.
+        truncated: not used.
+    """
+    del prompt, metadata, truncated
+    return float(response == label["sum"])
+
+
 def first_integer_is(response: str, label: Any) -> bool:
     """The first integer of a reply is the sum, whether or not the reply stopped there; arithmetic without manners."""
     found = _INTEGER.search(response)

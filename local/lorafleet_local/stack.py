@@ -4,25 +4,20 @@
            control plane -> CRDs, RBAC, Secret -> operator -> AdapterPool -> wait for Ready
     down(): operator and runtime -> controller manager -> API server -> etcd -> whatever still carries the stack's id
 
-Called by `main`, `demo` and the cluster tests. A failed or interrupted `up` takes everything down again.
+Called by `main`, `guardian`, the demos and the cluster tests. A failed or interrupted `up` takes everything down again.
 """
 
 import json
 import os
 import secrets
-import shutil
-import signal
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from lorafleet_api.v1alpha1.wire import AdapterList
+from lorafleet_api.v1alpha1.wire import AdapterList, PoolView
 from lorafleet_local import pool
 from lorafleet_local.api import Api, condition
 from lorafleet_local.binaries import BinaryError, find_binaries
@@ -31,19 +26,30 @@ from lorafleet_local.controlplane import ControlPlane, start_control_plane
 from lorafleet_local.kubectl import Kubectl, KubectlError, find_kubectl
 from lorafleet_local.model import ModelError, ensure_model
 from lorafleet_local.paths import repo_root
-from lorafleet_local.processes import Process, StartError, find, last_error, log_tail, start, stop, sweep, wait_until
+from lorafleet_local.processes import (
+    STACK_ENV,
+    Process,
+    StartError,
+    find,
+    last_error,
+    log_tail,
+    start,
+    wait_until,
+)
 from lorafleet_local.report import Reporter
 from lorafleet_local.state import State, exclusive
-from lorafleet_local.supervise import GRACE_SECONDS
+from lorafleet_local.supervise import supervised
+from lorafleet_local.takedown import make_ray_temp_dir, take_down
 
 START_ERRORS = (StartError, KubectlError, BinaryError, ModelError)
 """What `up` raises for reasons that a user can act on."""
 _POOL_READY_SECONDS = 300.0
 _APPLY_SECONDS = 60.0
-_CONTROL_PLANE = ("kube-controller-manager", "kube-apiserver", "etcd")
+_OWNER_SECONDS = 120.0
+"""A command that was told to end takes its stack down first."""
 
 
-__all__ = ["START_ERRORS", "Stack", "down", "find_kubectl", "load", "status", "up"]
+__all__ = ["START_ERRORS", "Stack", "disown", "down", "down_if_owned", "find_kubectl", "load", "status", "up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +66,35 @@ class Stack:
     @property
     def kubectl(self) -> Kubectl:
         """kubectl as the administrator of this cluster."""
-        return Kubectl(self.kubeconfig)
+        return Kubectl(self.kubeconfig, self.environment)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Marks a process that acts on this stack, so that `down` ends it too."""
+        return {STACK_ENV: self.state.stack_id}
+
+    def pool_spec(self) -> pool.Document:
+        """The AdapterPool spec that it runs with."""
+        found: pool.Document = json.loads((self.state.folder / "runtime.yaml").read_text())["pool"]["spec"]
+        return found
+
+    def runtime(self) -> httpx.Client:
+        """A client of the runtime's HTTP API."""
+        headers = {"Authorization": f"Bearer {self.token_file.read_text().strip()}"}
+        return httpx.Client(base_url=self.runtime_url, headers=headers, trust_env=False, timeout=10.0)
 
     def api(self) -> Api:
         """A reading client of this cluster."""
         return Api(self.apiserver_url, self.state.folder)
 
 
-def up(folder: Path, reporter: Reporter, spec: pool.Document | None = None, progress_seconds: float = 2.0) -> Stack:
+def up(
+    folder: Path,
+    reporter: Reporter,
+    spec: pool.Document | None = None,
+    progress_seconds: float = 2.0,
+    owner: Process | None = None,
+) -> Stack:
     """Bring the stack up; a stack that is already up is left alone.
 
     Args:
@@ -75,31 +102,67 @@ def up(folder: Path, reporter: Reporter, spec: pool.Document | None = None, prog
         reporter: told what is done and what is waited for.
         spec: AdapterPool spec without `endpoint`; the demo's when None. Its storage must be FOLDER/storage.
         progress_seconds: least time between two progress writes of the operator for one run.
+        owner: the stack ends with this process, until `disown`; for its guardian.
 
     Raises:
-        StartError: a part did not come up; the message ends with its log.
+        StartError: a part did not come up (the message ends with its log), or another pool is already up.
         KubectlError: an object could not be applied.
     """
     with exclusive(folder):
         state = State.load(folder)
         if state.ready and all(find(process) is not None for process in state.processes):
+            running = _stack(state)
+            if spec is not None and spec != running.pool_spec():
+                raise StartError("the stack is up with another pool; run `make down`, then `make up` again")
             reporter.say("the stack is already up")
-            return _stack(state)
-        _take_down(state, reporter)
+            return running
+        take_down(state, reporter)
+        state.owner = owner
         state.save()
         try:
             spec = spec or pool.pool_spec(ensure_model(), folder / "storage")
             return _bring_up(state, reporter, spec, progress_seconds)
         except BaseException:
             reporter.say("start failed or interrupted: stopping what was started")
-            _take_down(state, reporter)
+            take_down(state, reporter)
             raise
 
 
-def down(folder: Path, reporter: Reporter) -> None:
-    """Stop every process of the stack; objects, checkpoints and logs stay."""
+def down(folder: Path, reporter: Reporter) -> bool:
+    """Stop every process of the stack; objects, checkpoints and logs stay. False when nothing lived.
+
+    A command that is bringing it up, or a demo, is told to end first; it takes its stack down itself.
+    """
+    owner = State.load(folder).owner
+    command = None if owner is None or owner.pid == os.getpid() else find(owner)
+    if owner is not None and command is not None:
+        reporter.say(f"ending the command that runs this stack (pid {owner.pid})")
+        command.terminate()
+        wait_until("its end", lambda: find(owner) is None, _OWNER_SECONDS)
     with exclusive(folder):
-        _take_down(State.load(folder), reporter)
+        return take_down(State.load(folder), reporter) or command is not None
+
+
+def down_if_owned(folder: Path, owner: Process, reporter: Reporter) -> None:
+    """Stop the stack if it still belongs to `owner`, which is gone; for the guardian."""
+    with exclusive(folder):
+        state = State.load(folder)
+        if state.owner == owner:
+            take_down(state, reporter)
+            _disown(state)
+
+
+def disown(folder: Path, owner: Process) -> None:
+    """The stack of `owner` no longer ends with it."""
+    with exclusive(folder):
+        state = State.load(folder)
+        if state.owner == owner:
+            _disown(state)
+
+
+def _disown(state: State) -> None:
+    state.owner = None
+    state.save()
 
 
 def status(folder: Path) -> dict[str, bool]:
@@ -156,15 +219,14 @@ def _start_runtime(state: State, spec: pool.Document) -> Process:
     (folder / "storage").mkdir(exist_ok=True)
     if not (folder / "token").is_file():
         write_private(folder / "token", secrets.token_urlsafe(32).encode() + b"\n")
-    # Short on purpose: Ray's sockets live below it and their paths end at 107 bytes.
-    state.ray_temp_dir = tempfile.mkdtemp(prefix="lf-", dir="/tmp")
-    config = pool.runtime_config(spec, state.port("runtime"), folder, state.ray_temp_dir)
+    ray_temp_dir = make_ray_temp_dir(state)
+    config = pool.runtime_config(spec, state.port("runtime"), folder, ray_temp_dir)
     state.save()
     path = folder / "runtime.yaml"  # JSON is YAML
     write_private(path, json.dumps(config, indent=2).encode() + b"\n")
     # There is no other node that could take over: Ray's default would wait 30 s for actors that never leave.
     # TMPDIR: what Ray, vLLM and the engines leave there goes away with the folder.
-    env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "TMPDIR": state.ray_temp_dir}
+    env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", "TMPDIR": ray_temp_dir}
     return _supervised(state, "runtime", [_script("lorafleet-runtime"), "head", "--config", str(path)], env)
 
 
@@ -172,12 +234,16 @@ def _start_operator(state: State, plane: ControlPlane, progress_seconds: float) 
     argv = [
         _script("lorafleet-operator"),
         "--kubeconfig", str(plane.operator_kubeconfig),
-        "--namespace", pool.NAMESPACE,
+        "--all-namespaces",
         "--host", "127.0.0.1",
         "--metrics-port", str(state.port("operator-metrics")),
         "--health-port", str(state.port("operator-health")),
     ]  # fmt: skip
-    return _supervised(state, "operator", argv, {"LORAFLEET_PROGRESS_SECONDS": f"{progress_seconds:g}"})
+    env = {
+        "LORAFLEET_PROGRESS_SECONDS": f"{progress_seconds:g}",
+        "LORAFLEET_IDENTITY": f"stack-{state.stack_id}",  # started again by its supervisor, it need not wait
+    }
+    return _supervised(state, "operator", argv, env)
 
 
 def _supervised(state: State, name: str, argv: list[str], env: dict[str, str] | None = None) -> Process:
@@ -187,8 +253,7 @@ def _supervised(state: State, name: str, argv: list[str], env: dict[str, str] | 
         "PYTHONUNBUFFERED": "1",
         **(env or {}),
     }
-    command = [sys.executable, "-m", "lorafleet_local.supervise", name, "--", *argv]
-    return state.add(start(name, command, state.log(name), state.stack_id, environment))
+    return state.add(start(name, supervised(name, argv), state.log(name), state.stack_id, environment))
 
 
 def _script(name: str) -> str:
@@ -218,14 +283,14 @@ def _apply(kubectl: Kubectl, document: pool.Document) -> None:
 
 
 def _wait_pool_ready(stack: Stack, processes: tuple[Process, ...], reporter: Reporter) -> None:
-    api = stack.api()
+    api, runtime = stack.api(), stack.runtime()
 
     def ready() -> bool:
         for process in processes:
             if find(process) is None:
                 raise StartError(f"the {process.name} ended\n{log_tail(process.log)}")
         try:
-            found = condition(api.get("adapterpools", pool.POOL_NAME, pool.NAMESPACE), "Ready")
+            found = _pool_ready(api, runtime)
         except httpx.HTTPError as error:
             found = {"status": "Unknown", "reason": type(error).__name__, "message": str(error)}
         newest = last_error(processes[0].log)
@@ -242,11 +307,23 @@ def _wait_pool_ready(stack: Stack, processes: tuple[Process, ...], reporter: Rep
         raise StartError(f"{error}\n{tails}") from error
     finally:
         api.close()
+        runtime.close()
+
+
+def _pool_ready(api: Api, runtime: httpx.Client) -> dict[str, Any]:
+    """The pool's condition Ready, as far as it speaks of this start: the object outlives a stop."""
+    item = api.get("adapterpools", pool.POOL_NAME, pool.NAMESPACE)
+    found = condition(item, "Ready")
+    if found["status"] != "True" or item is None:
+        return found
+    view = PoolView.model_validate(runtime.get("/v1/pool").raise_for_status().json())
+    if (item["status"].get("bootEpoch"), item["status"].get("operatorEpoch")) == (view.boot_epoch, view.operator_epoch):
+        return found
+    return {"status": "Unknown", "reason": "Pending", "message": "the operator has not looked at this start yet"}
 
 
 def _wait_warm(stack: Stack, runtime: Process, reporter: Reporter) -> None:
     """Wait for what the pool's Ready does not promise: that a run would start at once."""
-    headers = {"Authorization": f"Bearer {stack.token_file.read_text().strip()}"}
 
     def warm() -> bool:
         try:
@@ -260,53 +337,5 @@ def _wait_warm(stack: Stack, runtime: Process, reporter: Reporter) -> None:
         reporter.waiting(f"trainer: {trainer}, engine: {'ready' if engines and all(engines) else 'loading'}")
         return found.trainer.ready and bool(engines) and all(engines)
 
-    with httpx.Client(base_url=stack.runtime_url, headers=headers, trust_env=False, timeout=10.0) as client:
+    with stack.runtime() as client:
         wait_until("trainer and engine ready", warm, _POOL_READY_SECONDS, runtime, poll_seconds=0.25)
-
-
-def _take_down(state: State, reporter: Reporter) -> None:
-    with _uninterrupted():
-        supervised = [process for process in state.processes if process.name not in _CONTROL_PLANE]
-        if any(find(process) is not None for process in state.processes):
-            reporter.say("stopping")
-        killed = stop(supervised, GRACE_SECONDS + 5.0)
-        for name in _CONTROL_PLANE:
-            killed += stop([process for process in state.processes if process.name == name], 10.0)
-        killed += sweep(state.stack_id, 3.0)
-        for line in killed:
-            reporter.say(f"had to kill {line}")
-        left = [process for process in state.processes if find(process) is not None]
-        if left:
-            state.processes, state.ready = left, False
-            state.save()
-            raise StartError(f"still alive after SIGKILL: {', '.join(p.name for p in left)}; run `make down` again")
-        if state.processes:
-            reporter.say("all processes are gone")
-        if state.ray_temp_dir is not None:
-            _keep_ray_logs(Path(state.ray_temp_dir), state.folder / "log" / "ray")
-        state.processes, state.ray_temp_dir, state.ready = [], None, False
-        if state.folder.is_dir() and (state.folder / "state.json").exists():
-            state.save()
-
-
-def _keep_ray_logs(ray_temp_dir: Path, target: Path) -> None:
-    logs = ray_temp_dir / "session_latest" / "logs"
-    if logs.is_dir():
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(logs, target, symlinks=True, ignore_dangling_symlinks=True)
-    shutil.rmtree(ray_temp_dir, ignore_errors=True)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let a second Ctrl-C not leave half of the processes behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,12 +1,12 @@
 """What a stack remembers between commands: its id, processes, ports and paths, in one JSON file.
 
-Called by `stack`. Written atomically after every process that starts, so that whatever happens, `down` knows it.
+Called by `stack` and `guardian`. Written atomically after every process that starts, so that whatever happens, `down`
+knows it. The stack's id follows from the folder, so that even without the file its processes are found.
 """
 
+import hashlib
 import json
 import os
-import socket
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lorafleet_local.certs import write_private
 from lorafleet_local.paths import locked
+from lorafleet_local.ports import reserve
 from lorafleet_local.processes import Process
 
 
@@ -26,26 +27,38 @@ class State:
     """
 
     folder: Path
-    stack_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    stack_id: str = ""
     """Marks every process of the stack, in its environment."""
+    home: str = ""
+    """Where the folder is; a copy of the folder is elsewhere and owns none of the processes."""
     processes: list[Process] = field(default_factory=list)
     """In the order in which they were started."""
     ports: dict[str, int] = field(default_factory=dict)
     """By name; kept over restarts where they are still free, so that a kubeconfig stays true."""
-    ray_temp_dir: str | None = None
-    """Under /tmp, because Unix socket paths end at 107 bytes."""
     ready: bool = False
     """`up` finished."""
+    owner: Process | None = None
+    """The command that the stack ends with: a demo, or `up` until it is done."""
+
+    def __post_init__(self) -> None:
+        self.home = self.home or str(self.folder.resolve())
+        self.stack_id = self.stack_id or hashlib.sha256(f"{os.getuid()}:{self.home}".encode()).hexdigest()[:32]
 
     @classmethod
     def load(cls, folder: Path) -> "State":
-        """The state in `folder`, or a new one."""
+        """The state in `folder`; a new one where there is none that can be read, or that of another folder."""
         try:
             raw = json.loads((folder / "state.json").read_text())
-        except FileNotFoundError:
+            state = cls(folder, raw["stack_id"], raw.get("home", ""), ports=raw["ports"], ready=raw["ready"])
+            state.processes = [Process(**process) for process in raw["processes"]]
+            state.owner = Process(**raw["owner"]) if raw.get("owner") else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return cls(folder)
-        processes = [Process(**process) for process in raw.pop("processes")]
-        return cls(folder=folder, processes=processes, **raw)
+        here = str(folder.resolve())
+        if state.home != here and Path(state.home).exists():
+            return cls(folder)
+        state.home = here  # moved: its processes came along
+        return state
 
     def save(self) -> None:
         """Write the state file, readable by its owner only."""
@@ -70,7 +83,7 @@ class State:
 
     def port(self, name: str) -> int:
         """The port of that name: the one used before where it is free, else a new one."""
-        self.ports[name] = free_port(self.ports.get(name, 0))
+        self.ports[name] = reserve(self.folder, self.ports.get(name, 0), self.ports.values())
         return self.ports[name]
 
 
@@ -80,17 +93,3 @@ def exclusive(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with locked(folder / "lock"):
         yield
-
-
-def free_port(preferred: int = 0) -> int:
-    """A free TCP port of 127.0.0.1: `preferred` if nobody has it."""
-    for candidate in (preferred, 0):
-        with socket.socket() as probe:
-            # As servers do: a port that only lingers in TIME_WAIT is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", candidate))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise OSError(f"no free port on 127.0.0.1 (pid {os.getpid()})")

@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
 from peft import PeftConfig
 
-from lorafleet_local.kubectl import KubectlError
 from support.cluster import Cluster
 
 
@@ -74,37 +72,3 @@ def test_suspend_frees_the_slot_and_resume_continues(cluster: Cluster) -> None:
     cluster.wait("pause", "Complete", 120)
     assert 2 <= step < 8
     assert cluster.get("pause")["status"]["step"] == 8
-
-
-@pytest.mark.parametrize(
-    ("name", "spec", "reason", "words"),
-    [
-        ("no-pool", {"poolRef": {"name": "nowhere"}}, "PoolNotFound", "nowhere"),
-        ("big-rank", {"rank": 64}, "RankTooLarge", "maxRank 8"),
-        ("no-data", {"data": "missing.jsonl"}, "DataError", "missing.jsonl"),
-        ("no-column", {"inputKey": "question"}, "DataError", "label, prompt"),
-        ("bad-reward", {"customRmPath": "support.rewards.nothing"}, "RewardError", "support.rewards.nothing"),
-        ("raising", {"customRmPath": "support.rewards.broken"}, "RewardError", "this reward is broken"),
-        ("forbidden", {"customRmPath": "os.system"}, "InvalidSpec", "rewardModules"),
-    ],
-)
-def test_a_bad_run_says_why_and_holds_no_slot(
-    cluster: Cluster, name: str, spec: dict[str, object], reason: str, words: str
-) -> None:
-    cluster.apply(name, **spec)
-    where = "Registered" if reason == "PoolNotFound" else "Failed"
-    cluster.until(f"{reason}", lambda: cluster.condition(name, where)["reason"] == reason)
-    assert words in cluster.condition(name, where)["message"]
-    if where == "Failed":
-        cluster.wait(name, "Stalled=True")
-        cluster.wait(name, "Deregistered")
-    assert cluster.traces(cluster.uid(name)) == []
-
-
-def test_the_api_server_refuses_changed_identity_and_unknown_fields(cluster: Cluster) -> None:
-    cluster.apply("fixed", numStep=500, customRmPath="support.rewards.slow")
-    for patch in ('{"spec":{"rank":8}}', '{"spec":{"data":"other.jsonl"}}', '{"spec":{"alpha":8}}'):
-        with pytest.raises(KubectlError, match=r"immutable|cannot change"):
-            cluster.kubectl("patch", "adapterrun", "fixed", "--type=merge", "-p", patch)
-    with pytest.raises(KubectlError, match="unknown field"):
-        cluster.apply("fixed", rang=8)

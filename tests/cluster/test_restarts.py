@@ -12,6 +12,12 @@ def start(cluster: Cluster, name: str) -> str:
     return cluster.wait_step(name, 3)
 
 
+def step(cluster: Cluster, uid: str) -> int:
+    view = cluster.view(uid)
+    assert view is not None
+    return view.step
+
+
 def finish(cluster: Cluster, name: str, uid: str) -> None:
     cluster.wait(name, "Complete", 240)
     cluster.wait(name, "Deregistered", 60)
@@ -32,8 +38,10 @@ def test_operator_killed(cluster: Cluster) -> None:
 
 def test_trainer_killed(cluster: Cluster) -> None:
     uid = start(cluster, "trainer-killed")
+    before = step(cluster, uid)
     cluster.kill("ray::TrainerActor")
     cluster.until("the run is loaded again", lambda: (v := cluster.view(uid)) is not None and v.restarts >= 1)
+    assert step(cluster, uid) >= before
     finish(cluster, "trainer-killed", uid)
 
 
@@ -46,7 +54,9 @@ def test_engine_killed(cluster: Cluster) -> None:
 
 def test_runtime_process_killed(cluster: Cluster) -> None:
     uid = start(cluster, "serve-killed")
-    boot = cluster.listing().boot_epoch
+    boot, before = cluster.listing().boot_epoch, step(cluster, uid)
     cluster.kill("lorafleet_runtime.cli serve")
     finish(cluster, "serve-killed", uid)
     assert cluster.listing().boot_epoch == boot + 1
+    resumed_at = cluster.get("serve-killed")["status"]["startStep"]
+    assert resumed_at >= before  # not the last checkpoint, which may be a step older

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from lorafleet_api.v1alpha1.meta import ApiModel
 
@@ -12,7 +12,13 @@ RunState = Literal["QUEUED", "PENDING", "ACTIVE", "RETIRING", "CLEANUP", "COMPLE
 Outcome = Literal["Complete", "Failed", "Cancelled", "Suspended", "Deleted"]
 
 
-class ArtifactView(ApiModel):
+class _Answer(ApiModel):
+    """What the runtime tells. A newer one may tell more, which must not stop an operator that waits for its upgrade."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class ArtifactView(_Answer):
     """The newest durable checkpoint: a PEFT directory."""
 
     path: str
@@ -20,7 +26,7 @@ class ArtifactView(ApiModel):
     digest: str
 
 
-class DroppedView(ApiModel):
+class DroppedView(_Answer):
     """Groups that yielded no samples, by reason."""
 
     stale: int = 0
@@ -29,14 +35,14 @@ class DroppedView(ApiModel):
     reward_error: int = 0
 
 
-class PresenceView(ApiModel):
+class PresenceView(_Answer):
     """Who holds the run, by their own listings."""
 
     trainer: bool = False
     engines: list[str] = Field(default_factory=list)
 
 
-class AdapterView(ApiModel):
+class AdapterView(_Answer):
     """One run as the runtime sees it."""
 
     uid: str
@@ -84,7 +90,7 @@ class AdapterView(ApiModel):
     presence: PresenceView = PresenceView()
 
 
-class EngineView(ApiModel):
+class EngineView(_Answer):
     """One engine's own listing."""
 
     engine: str
@@ -93,7 +99,7 @@ class EngineView(ApiModel):
     listed_at: float
 
 
-class SlotsView(ApiModel):
+class SlotsView(_Answer):
     """Slots of the pool."""
 
     total: int
@@ -101,14 +107,14 @@ class SlotsView(ApiModel):
     queued: int
 
 
-class TrainerView(ApiModel):
+class TrainerView(_Answer):
     """The trainer's own listing."""
 
     ready: bool
     slots: dict[int, str]
 
 
-class AdapterList(ApiModel):
+class AdapterList(_Answer):
     """Answer of GET /v1/adapters."""
 
     boot_epoch: int
@@ -124,7 +130,7 @@ class AdapterList(ApiModel):
     adapters: list[AdapterView]
 
 
-class PoolView(ApiModel):
+class PoolView(_Answer):
     """Answer of GET and PUT /v1/pool."""
 
     boot_epoch: int

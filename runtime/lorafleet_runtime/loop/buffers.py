@@ -143,5 +143,3 @@ class CursorTracker:
     def cursor(self) -> Cursor:
         """The state to checkpoint."""
         return Cursor(self._low, tuple(sorted(self._consumed)))
-
-

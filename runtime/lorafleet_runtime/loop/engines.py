@@ -239,11 +239,12 @@ class EngineSet:
         engine.adapters = adapters
         self._observe(EngineStatus(engine.name, engine.ready, adapters, time.time(), engine.pids))
 
-    async def check(self, actor: Any) -> None:
-        """A caller saw Retryable from this engine: find out whether it is dead."""
+    async def check(self, actor: Any) -> bool:
+        """A caller saw Retryable from this engine: find out whether it is dead. True when it lives."""
         for engine in self._engines:
             if engine.actor is actor:
-                await self._alive(engine, actor)
+                return await self._alive(engine, actor)
+        return False
 
     async def _alive(self, engine: _Engine, actor: Any) -> bool:
         """Whether the engine still answers; a dead one is replaced in the background, once."""

@@ -37,6 +37,9 @@ class RunState:
     """Groups taken from the buffer whose batch is not committed yet."""
     taken: list[PromptGroup] = field(default_factory=list)
     """Groups in training or accumulated since the last step: a trainer that dies has them no more."""
+    tries: dict[int, int] = field(default_factory=dict)
+    """Times that a group failed although its engine lives, by index."""
+    drops_in_a_row: int = 0
     save_due: bool = False
     """The last checkpoint on the way could not be written."""
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)

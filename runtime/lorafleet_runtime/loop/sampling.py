@@ -11,6 +11,7 @@ maxStaleness 0 nothing starts before the version of the last step is on every en
 import asyncio
 import logging
 
+from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable, RunError, unforeseen
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.journal import about
@@ -20,6 +21,11 @@ from lorafleet_runtime.types import DroppedGroup, PromptGroup, RunFault, Version
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.5
+_MAX_TRIES = 20
+"""A group that fails this often on living engines never will succeed."""
+_MIN_DROPS = 16
+_DROPPED_BATCHES = 4
+"""A run that drops this many batches in a row (and at least _MIN_DROPS groups) learns nothing and never ends."""
 
 
 async def rollout(fleet: Fleet) -> None:
@@ -74,9 +80,11 @@ async def _sample_group(fleet: Fleet, run: Run, state: RunState, index: int, ver
         fault = error.fault(run.uid)
     except Retryable as error:
         log.info("run %s: group %d: %s; it is sampled again", run.uid, index, error, extra=about(run.uid))
-        state.tracker.give_back(index)
-        await asyncio.sleep(_RETRY_SECONDS)
-        return
+        fault = _too_often(run, state, index, error)
+        if fault is None:
+            state.tracker.give_back(index)
+            await asyncio.sleep(_RETRY_SECONDS)
+            return
     except Exception as error:
         log.exception("run %s: group %d raised", run.uid, index, extra=about(run.uid))
         fault = unforeseen(run.uid, error)
@@ -94,19 +102,25 @@ def _current(fleet: Fleet, run: Run, state: RunState) -> bool:
     return fleet.state(run) is state and run.state in ("ACTIVE", "PENDING")  # PENDING: the trainer is restarting
 
 
-async def _ask(
-    fleet: Fleet, run: Run, state: RunState, index: int, version: VersionId
-) -> PromptGroup | DroppedGroup:
+async def _ask(fleet: Fleet, run: Run, state: RunState, index: int, version: VersionId) -> PromptGroup | DroppedGroup:
     engine = await fleet.engines.acquire()
     try:
         if not _current(fleet, run, state):
             return DroppedGroup(run.uid, version, index, "aborted", "the run ended while it waited for an engine")
         return await fleet.workers.run_group(run.uid, run.spec, index, version, engine)
     except Retryable:
-        await fleet.engines.check(engine)
+        if await fleet.engines.check(engine):
+            state.tries[index] = state.tries.get(index, 0) + 1
         raise
     finally:
         fleet.engines.release(engine)
+
+
+def _too_often(run: Run, state: RunState, index: int, error: Retryable) -> RunFault | None:
+    if state.tries.get(index, 0) < _MAX_TRIES:
+        return None
+    text = f"prompt group {index} failed {_MAX_TRIES} times in a row; last: {error}; look at its row of {run.spec.data}"
+    return RunFault(run.uid, reasons.INTERNAL_ERROR, text)
 
 
 def _take(fleet: Fleet, run: Run, state: RunState, outcome: PromptGroup | DroppedGroup) -> None:
@@ -120,7 +134,19 @@ def _take(fleet: Fleet, run: Run, state: RunState, outcome: PromptGroup | Droppe
             state.tracker.give_back(outcome.index)
         else:
             state.tracker.consume(outcome.index)
+            _count_drop(fleet, run, state, why)
         return
+    state.drops_in_a_row = 0
+    state.tries.pop(outcome.index, None)
     fleet.metrics.rollout_tokens.inc(sum(len(s.token_ids) for s in outcome.samples))
     fleet.buffers.add(outcome)
     run.progress.buffered = fleet.buffers.count(run.uid)
+
+
+def _count_drop(fleet: Fleet, run: Run, state: RunState, why: str) -> None:
+    state.drops_in_a_row += 1
+    if state.drops_in_a_row >= max(_MIN_DROPS, _DROPPED_BATCHES * run.groups_per_step):
+        text = (
+            f"{state.drops_in_a_row} prompt groups in a row were dropped; last: {why}; correct the reward or the data"
+        )
+        fleet.registry.fail(RunFault(run.uid, reasons.REWARD_ERROR, text))

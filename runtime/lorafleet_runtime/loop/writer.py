@@ -1,17 +1,20 @@
 """One thread that writes what people read later (logs and samples of runs), so that the loop never waits for a disk.
 
-Used by `journal` and `samples`. Nothing here may fail or delay a run: a write that fails is logged once until one
-succeeds again, and when the disk cannot keep up the newest writes are left out.
+Used by `journal` and `samples`. Nothing here may fail or delay a run: writes that fail are logged once a
+minute, and when the disk cannot keep up the newest writes are left out.
 """
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
 _MOST_WAITING = 512
+_SECONDS_BETWEEN_COMPLAINTS = 60.0
 
 Job = Callable[[], None]
 
@@ -22,7 +25,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._jobs: queue.Queue[Job] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
-        self._troubled = False
+        self._told = -math.inf
 
     def submit(self, job: Job) -> None:
         """Run the job later; call from the event loop's thread only."""
@@ -49,10 +52,8 @@ class BackgroundWriter:
                 self._trouble(str(error))
             except Exception:  # the border of this thread: a bad job must not end the others
                 log.exception("a run's log or samples could not be written")
-            else:
-                self._troubled = False
 
     def _trouble(self, why: str) -> None:
-        if not self._troubled:
-            self._troubled = True
+        if time.monotonic() - self._told > _SECONDS_BETWEEN_COMPLAINTS:
+            self._told = time.monotonic()
             log.error("logs and samples of runs are not written until this is mended: %s", why)

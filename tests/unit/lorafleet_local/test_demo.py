@@ -8,8 +8,9 @@ import httpx
 import pytest
 import yaml
 
-from lorafleet_local import demo
-from lorafleet_local.demo import DemoError, examples, run_demo
+from lorafleet_local import demo, demo_base
+from lorafleet_local.demo import DemoError, run_demo
+from lorafleet_local.demo_base import Watch, examples
 from lorafleet_local.measure import Results
 from lorafleet_local.processes import Process
 from lorafleet_local.report import Reporter
@@ -36,30 +37,34 @@ class FakeApi:
         return self.answers.pop(0)
 
 
-def watch(api: FakeApi, tmp_path: Path, *processes: Process) -> Any:
+def watch(api: FakeApi, tmp_path: Path, *processes: Process, may_fail: frozenset[str] = frozenset()) -> Watch:
     running: Any = SimpleNamespace(state=SimpleNamespace(processes=list(processes), folder=tmp_path))
-    return demo._Watch(running, api, Reporter(), Results())  # type: ignore[arg-type]
+    return Watch(running, api, Reporter(), Results(), may_fail)  # type: ignore[arg-type]
 
 
 def test_a_failed_run_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match=r"addition failed: DataError: data: x\.jsonl is missing"):
-        watch(FakeApi([run(Failed="True")]), tmp_path)._look()
+        watch(FakeApi([run(Failed="True")]), tmp_path).look()
+
+
+def test_a_run_that_may_fail_does_not_end_it(tmp_path: Path) -> None:
+    assert len(watch(FakeApi([run(Failed="True")]), tmp_path, may_fail=frozenset({"addition"})).look()) == 1
 
 
 def test_a_dead_process_ends_the_demo_with_its_log(tmp_path: Path) -> None:
     (tmp_path / "etcd.log").write_text("disk full\n")
     dead = Process("etcd", 2**22 - 1, 1, str(tmp_path / "etcd.log"))
     with pytest.raises(DemoError, match="etcd ended\n  disk full"):
-        watch(FakeApi([]), tmp_path, dead)._look()
+        watch(FakeApi([]), tmp_path, dead).look()
 
 
 def test_a_short_absence_of_the_api_server_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watching = watch(FakeApi([run(Registered="True")]), tmp_path)
-    assert len(watching._look()) == 1
-    assert watching._look() == []
-    monkeypatch.setattr(demo, "_API_PATIENCE_SECONDS", -1.0)
+    assert len(watching.look()) == 1
+    assert watching.look() == []
+    monkeypatch.setattr(demo_base, "_API_PATIENCE_SECONDS", -1.0)
     with pytest.raises(DemoError, match="API server does not answer: refused"):
-        watching._look()
+        watching.look()
 
 
 def write_examples(root: Path, pool_name: str) -> None:
@@ -71,21 +76,21 @@ def write_examples(root: Path, pool_name: str) -> None:
 
 
 def test_examples_are_found_per_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_examples(tmp_path, demo.pool.POOL_NAME)
-    monkeypatch.setattr(demo, "repo_root", lambda: tmp_path)
+    write_examples(tmp_path, demo_base.pool.POOL_NAME)
+    monkeypatch.setattr(demo_base, "repo_root", lambda: tmp_path)
     assert [(example.name, example.task) for example in examples()] == [(f"run-{task}", task) for task in TASKS]
 
 
 def test_an_example_for_another_pool_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_examples(tmp_path, "elsewhere")
-    monkeypatch.setattr(demo, "repo_root", lambda: tmp_path)
+    monkeypatch.setattr(demo_base, "repo_root", lambda: tmp_path)
     with pytest.raises(DemoError, match=r"spec\.poolRef\.name: 'elsewhere'"):
         examples()
 
 
 def test_a_second_demo_is_refused_and_leaves_the_first_alone(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    with demo._only_one(folder):
+    with demo_base._only_one(folder):
         (folder / "state.json").write_text("{}")
         with pytest.raises(DemoError, match="another demo is running"):
             run_demo(folder, None)
@@ -96,7 +101,7 @@ def test_whatever_fails_the_stack_goes_down(tmp_path: Path, monkeypatch: pytest.
     downs: list[Path] = []
     monkeypatch.setattr(demo.stack, "down", lambda folder, reporter: downs.append(folder))
 
-    def up(folder: Path, reporter: Reporter) -> None:
+    def up(folder: Path, reporter: Reporter, owner: Process) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo.stack, "up", up)

@@ -91,3 +91,23 @@ def test_a_condition_is_noted_when_first_seen_true() -> None:
     first = results.runs["a"].seen["Registered"]
     assert results.observe(item) == []
     assert results.runs["a"].seen == {"Registered": first}
+
+
+def test_demo_full_is_written_beside_the_demo_and_the_other_way_round(tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    measure.write(path, observed(), PROOF, {}, 240.0)
+    measure.write_full(path, 500.0, {"training": 300.0}, {"late": 40.0})
+    measure.write(path, observed(), PROOF, {}, 250.0)
+    document = json.loads(path.read_text())
+    values = {result["name"]: result["value"] for result in document["results"]}
+    assert len(values) == len(document["results"])
+    assert (values["demo.wall_seconds"], values["demo_full.wall_seconds"]) == (250.0, 500.0)
+    assert (values["demo_full.phase.training_seconds"], values["demo_full.story.late_seconds"]) == (300.0, 40.0)
+    assert document["command"] == "make bench-demo; make bench-demo-full"
+
+
+def test_a_story_that_is_gone_leaves_no_row(tmp_path: Path) -> None:
+    measure.write_full(tmp_path / "demo.json", 500.0, {}, {"old": 1.0})
+    measure.write_full(tmp_path / "demo.json", 510.0, {}, {"new": 1.0})
+    names = [result["name"] for result in json.loads((tmp_path / "demo.json").read_text())["results"]]
+    assert names == ["demo_full.wall_seconds", "demo_full.story.new_seconds"]

@@ -1,6 +1,8 @@
 """The conversion of the base model is done once and its configuration describes the plain weights."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,31 @@ def test_an_old_or_broken_one_is(cache: Path, monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(model, "_convert", lambda gguf, target: converted.append((gguf, target)))
     ensure_model()
     assert converted == [(Path("x.gguf"), cache)]
+
+
+CONVERT_SLOWLY = """
+import sys, time
+from pathlib import Path
+from lorafleet_local import model
+
+def convert(gguf, target):
+    with open(sys.argv[1], "a") as calls:
+        calls.write("converted\\n")
+    time.sleep(0.3)  # long enough for the other process to arrive meanwhile
+    target.mkdir()
+    (target / "lorafleet.json").write_text('{"format": %d}' % model._FORMAT)
+
+model._gguf = lambda: Path("x.gguf")
+model._convert = convert
+model.ensure_model()
+"""
+
+
+def test_two_checkouts_convert_once(cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CONVERT_SLOWLY, str(tmp_path / "calls")]
+    both = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert (tmp_path / "calls").read_text() == "converted\n"
 
 
 def test_a_missing_package_names_the_fix(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

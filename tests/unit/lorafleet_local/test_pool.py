@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
@@ -37,3 +38,44 @@ def test_base_objects_come_namespace_first_and_without_the_deployment(tmp_path: 
     (tmp_path / "kustomization.yaml").write_text("kind: Kustomization\n")
     found = [document["kind"] for document in pool.base_documents(sorted(tmp_path.glob("*.yaml")))]
     assert found == ["Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding"]
+
+
+def pool_file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_pool_file_is_laid_over_the_defaults(tmp_path: Path) -> None:
+    text = "kind: AdapterPool\nspec:\n  slots: 2\n  engines: {maxModelLen: 256}\n  rewardModules: [mine]\n"
+    merged = pool.read_pool_file(pool_file(tmp_path, text), spec(tmp_path))
+    assert merged["slots"] == 2
+    assert (merged["engines"]["maxModelLen"], merged["engines"]["numThreads"]) == (256, 1)
+    assert merged["rewardModules"] == ["mine"]
+    assert merged["storage"] == spec(tmp_path)["storage"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("spec: {slots: many}", r"spec\.slots: 'many': .*integer"),
+        ("spec: {slots: 0}", r"spec\.slots: 0: "),
+        ("spec: {slotz: 3}", r"spec\.slotz: 3: "),
+        ("spec: {engines: {maxModelLen: -1}}", r"spec\.engines\.maxModelLen: -1"),
+        ("spec: {storage: {path: /data}}", r"spec\.storage: .*remove it"),
+        ("spec: {endpoint: {url: x}}", r"spec\.endpoint: .*remove it"),
+        ("kind: AdapterRun\nspec: {rank: 4}", r"kind: 'AdapterRun'; use AdapterPool"),
+        ("metadata: {name: mine}\nspec: {slots: 2}", r"metadata\.name: 'mine'; the one pool here is 'demo'"),
+        ("slots: 2", "no spec"),
+        ("- a\n- b", "no spec"),
+        ("spec: {", "mine.yaml"),
+    ],
+)
+def test_a_bad_pool_file_says_what_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(pool.PoolFileError, match=words):
+        pool.read_pool_file(pool_file(tmp_path, text), spec(tmp_path))
+
+
+def test_a_missing_pool_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(pool.PoolFileError, match=r"nowhere\.yaml"):
+        pool.read_pool_file(tmp_path / "nowhere.yaml", spec(tmp_path))

@@ -1,23 +1,51 @@
-"""The state file survives, is private, and keeps ports that are still free."""
+"""The state file survives, is private, keeps ports, and says whose the processes are even when it is lost."""
 
-import socket
+import shutil
 import stat
 from pathlib import Path
 
 from lorafleet_local.processes import Process
-from lorafleet_local.state import State, free_port
+from lorafleet_local.state import State
 
 
 def test_round_trip(tmp_path: Path) -> None:
     state = State(tmp_path / "s")
     state.ports = {"apiserver": 1234}
-    state.ray_temp_dir = "/tmp/lf-x"
+    state.owner = Process("lorafleet-local", 43, 778, "")
+    state.ready = True
     state.add(Process("etcd", 42, 777, "/log"))
     assert State.load(tmp_path / "s") == state
 
 
-def test_a_new_folder_gives_a_new_stack(tmp_path: Path) -> None:
-    assert State.load(tmp_path).stack_id != State.load(tmp_path).stack_id
+def test_the_id_follows_from_the_folder(tmp_path: Path) -> None:
+    assert State.load(tmp_path / "a").stack_id == State.load(tmp_path / "a").stack_id
+    assert State.load(tmp_path / "a").stack_id != State.load(tmp_path / "b").stack_id
+
+
+def test_a_lost_or_broken_file_leaves_the_id(tmp_path: Path) -> None:
+    state = State(tmp_path)
+    state.add(Process("etcd", 42, 777, "/log"))
+    (tmp_path / "state.json").write_text('{"processes": [')
+    assert State.load(tmp_path).stack_id == state.stack_id
+    (tmp_path / "state.json").unlink()
+    assert State.load(tmp_path).stack_id == state.stack_id
+
+
+def test_a_copy_of_the_folder_owns_nothing(tmp_path: Path) -> None:
+    state = State(tmp_path / "a")
+    state.add(Process("etcd", 42, 777, "/log"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copied = State.load(tmp_path / "b")
+    assert copied.processes == []
+    assert copied.stack_id != state.stack_id
+
+
+def test_a_moved_folder_keeps_its_processes(tmp_path: Path) -> None:
+    state = State(tmp_path / "a")
+    state.add(Process("etcd", 42, 777, "/log"))
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    moved = State.load(tmp_path / "b")
+    assert (moved.processes, moved.stack_id) == (state.processes, state.stack_id)
 
 
 def test_only_the_owner_reads_it(tmp_path: Path) -> None:
@@ -26,16 +54,7 @@ def test_only_the_owner_reads_it(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "s" / "state.json").stat().st_mode) == 0o600
 
 
-def test_a_port_is_kept_while_it_is_free(tmp_path: Path) -> None:
+def test_a_port_is_remembered(tmp_path: Path) -> None:
     state = State(tmp_path)
-    first = state.port("apiserver")
-    assert state.port("apiserver") == first
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", first))
-        other.listen()
-        assert state.port("apiserver") != first
-
-
-def test_free_port_can_be_bound() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", free_port()))
+    assert state.port("apiserver") == state.ports["apiserver"] == state.port("apiserver")
+    assert state.port("etcd") != state.port("apiserver")

@@ -74,3 +74,37 @@ def test_a_command_that_ignores_sigterm_is_killed_after_the_grace_and_not_before
     assert child.returncode == 0
     assert "did not end within" in errors
     assert time.monotonic() - begun > 0.45
+
+
+def _supervise(script: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    """A supervisor for which 0.5 s of life mean that the command works; it is told to stop after 6 starts."""
+    argv = ["part", *options, "--", sys.executable, "-S", "-c", script]
+    program = (
+        "import lorafleet_local.supervise as s, os, sys\n"
+        "s._QUICK_SECONDS, s._MAX_DELAY_SECONDS = 0.5, 0.01\n"
+        "run_once, starts = s.Supervisor._run_once, []\n"
+        "def counted(self):\n"
+        "    starts.append(1)\n"
+        "    os.environ['START'] = str(len(starts))\n"
+        "    self._stopping = len(starts) == 6\n"
+        "    return run_once(self)\n"
+        "s.Supervisor._run_once = counted\n"
+        f"sys.exit(s.main({argv!r}))\n"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+
+
+def test_a_command_that_never_worked_is_given_up() -> None:
+    done = _supervise("raise SystemExit(1)")
+    assert (done.returncode, done.stderr.count("started pid")) == (1, 3)
+    assert "gave up" in done.stderr
+
+
+def test_a_command_that_worked_once_is_never_given_up() -> None:
+    done = _supervise("import os, time; time.sleep(0.7 * (os.environ['START'] == '1')); os.kill(os.getpid(), 9)")
+    assert (done.returncode, done.stderr.count("started pid")) == (0, 6)
+
+
+def test_exit_status_2_of_a_go_program_is_no_verdict() -> None:
+    worked = "import os, time; time.sleep(0.7 * (os.environ['START'] == '1')); raise SystemExit(2)"
+    assert _supervise(worked, "--any-status").stderr.count("started pid") == 6

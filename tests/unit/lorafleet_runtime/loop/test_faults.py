@@ -8,6 +8,7 @@ import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.loop import sampling
 from lorafleet_runtime.types import DroppedGroup, PromptGroup, VersionId
 from support.fake_actors import Handle
 from support.fleets import World, build_world, running
@@ -276,3 +277,37 @@ async def test_a_run_whose_data_kills_the_worker_ends_and_frees_the_kept_slot(wo
         await world.until(lambda: ended(world, "old") and ended(world, "new"))
     assert world.registry.runs["old"].reason == reasons.DATA_ERROR
     assert world.registry.runs["new"].state == "COMPLETED"
+
+
+async def test_a_run_that_drops_every_group_ends(world: World) -> None:
+    async with running(world):
+        world.worker.on_group = lambda uid, index: (
+            DroppedGroup(uid, VersionId(uid, "1.1", 1), index, "rewardError", "no such tool") if uid == "bad" else None
+        )
+        put(world.registry, "bad", numStep=1000)
+        put(world.registry, "good", numStep=20)
+        await world.until(lambda: ended(world, "bad") and ended(world, "good"))
+    bad = world.registry.runs["bad"]
+    assert (bad.state, bad.reason) == ("FAILED", reasons.REWARD_ERROR)
+    assert "16 prompt groups in a row were dropped; last: no such tool" in bad.message
+    assert world.registry.runs["good"].state == "COMPLETED"
+
+
+async def test_a_group_that_a_living_engine_never_answers_fails_its_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_RETRY_SECONDS", 0.001)
+
+    def refuse(uid: str, index: int) -> None:
+        if (uid, index) == ("bad", 3):
+            raise Retryable("vLLM failed it (ValueError)")
+
+    async with running(world):
+        world.worker.on_group = refuse
+        put(world.registry, "bad", numStep=1000)
+        put(world.registry, "good", numStep=20)
+        await world.until(lambda: ended(world, "bad") and ended(world, "good"))
+    bad = world.registry.runs["bad"]
+    assert (bad.state, bad.reason) == ("FAILED", reasons.INTERNAL_ERROR)
+    assert "prompt group 3 failed 20 times" in bad.message
+    assert world.registry.runs["good"].state == "COMPLETED"
