@@ -78,6 +78,12 @@ class CliWorld:
     """Other objects by path, as services and pods."""
     forbidden: tuple[str, ...] = ()
     """Plurals that this user may not read."""
+    refusal: int = 403
+    """How they are refused."""
+    refusals: int = 0
+    """Requests refused so far."""
+    on_refusal: Callable[[], object] | None = None
+    """Called after each refusal."""
     before_watch: list[Callable[[], None]] = field(default_factory=list)
     """Called one by one at the begin of each watch request."""
     api: Served | None = None
@@ -220,7 +226,10 @@ def _answer(world: CliWorld, path: str, request: Request) -> Response:
     namespace = parts[1] if parts[0] == "namespaces" else None
     plural, name = ([*parts[2:], None] if namespace else [*parts, None])[:2]
     if plural in world.forbidden:
-        return _status(403, f"{plural} is forbidden: User cannot get resource")
+        world.refusals += 1
+        if world.on_refusal is not None:
+            world.on_refusal()
+        return _status(world.refusal, f"{plural} is forbidden: User cannot get resource")
     if plural == "secrets":
         found = world.secrets.get(f"{namespace}/{name}")
         return JSONResponse(found) if found else _status(404, f'secrets "{name}" not found')

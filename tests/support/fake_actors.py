@@ -1,6 +1,7 @@
 """In-process stand-ins for Ray actors, so that the loop runs without Ray; a test can kill, block or make them lie."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,13 @@ from lorafleet_runtime.types import (
     VersionId,
 )
 
+_BUFFERS = itertools.count()
+
 MANIFEST = Manifest(4, 4, ("q_proj",), "/model", "float32", (), 0, "digest")
+
+
+Stored = dict[str, tuple[int, Cursor, str]]
+"""uid -> (step, cursor, incarnation)"""
 
 
 class Handle:
@@ -48,7 +55,7 @@ class _Method:
 
     def remote(self, *args: Any) -> Any:
         if self._name == "export":
-            return asyncio.ensure_future(self._run(*args)), f"buffer of {args[0]}"
+            return asyncio.ensure_future(self._run(*args)), f"buffer {next(_BUFFERS)} of {args[0]}"
         return asyncio.ensure_future(self._run(*args))
 
     async def _run(self, *args: Any) -> Any:
@@ -65,16 +72,17 @@ class _Method:
 class FakeTrainer:
     """Counts groups and steps; keeps checkpoints in `disk` and snapshots in `node`, which outlive it."""
 
-    def __init__(self, disk: dict[str, tuple[int, Cursor]], node: dict[str, tuple[int, Cursor]]) -> None:
+    def __init__(self, disk: Stored, node: Stored) -> None:
         self.disk = disk
         self.node = node
         self.loaded: dict[str, list[int]] = {}
         """uid -> [slot, step, accumulated groups]"""
+        self.incarnations: dict[str, str] = {}
         self.trained: list[tuple[str, int, int]] = []
         """(uid, group index, step it went into), in order."""
         self.on_accumulate: Callable[[list[PromptGroup]], None] = lambda groups: None
         self.faults: dict[str, RunFault] = {}
-        self.checkpoint_error: RunError | None = None
+        self.checkpoint_error: Exception | None = None
 
     def start(self) -> dict[int, str]:
         return self.slots()
@@ -84,9 +92,10 @@ class FakeTrainer:
 
     def load(self, request: LoadRequest) -> Loaded:
         stored = [place[request.uid] for place in (self.disk, self.node) if request.uid in place]
-        step, cursor = max(stored, key=lambda state: state[0], default=(0, Cursor()))
+        step, cursor, incarnation = max(stored, key=lambda state: state[0], default=(0, Cursor(), ""))
         self.loaded[request.uid] = [request.slot, step, 0]
-        return Loaded(request.uid, step, cursor)
+        self.incarnations[request.uid] = incarnation
+        return Loaded(request.uid, step, cursor, incarnation)
 
     def accumulate(self, groups: list[PromptGroup]) -> BatchResult:
         self.on_accumulate(groups)
@@ -102,11 +111,12 @@ class FakeTrainer:
             stats.append(RunBatchStats(uid, len(mine), 2 * len(mine), 4, 0.1, 0.1, 4, 0.0))
         return BatchResult(tuple(stats), tuple(faults), 0.01, 8)
 
-    def step(self, uid: str, cursor: Cursor) -> StepResult:
+    def step(self, uid: str, cursor: Cursor, incarnation: str) -> StepResult:
         entry = self.loaded[uid]
         entry[1] += 1
         entry[2] = 0
-        self.node[uid] = (entry[1], cursor)
+        self.incarnations[uid] = incarnation
+        self.node[uid] = (entry[1], cursor, incarnation)
         return StepResult(uid, entry[1], 1e-3, 0.5)
 
     def export(self, uid: str) -> Manifest:
@@ -117,7 +127,7 @@ class FakeTrainer:
         if self.checkpoint_error is not None:
             raise self.checkpoint_error
         step = self.loaded[uid][1]
-        self.disk[uid] = (step, cursor)
+        self.disk[uid] = (step, cursor, self.incarnations[uid])
         return Artifact(f"{directory}/step_{step}", step, "digest")
 
     def drop(self, uid: str, keep_snapshot: bool = False) -> None:
@@ -176,7 +186,7 @@ class FakeWorker:
     def ready(self) -> bool:
         return True
 
-    def open(self, uid: str, spec: dict[str, Any]) -> DatasetInfo:
+    def open(self, uid: str, spec: dict[str, Any], started: bool) -> DatasetInfo:
         if uid in self.open_error:
             raise self.open_error[uid]
         return DatasetInfo(10, 0, "d")

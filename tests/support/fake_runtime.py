@@ -64,6 +64,8 @@ class FakeRuntime:
     trainer: dict[int, str] = field(default_factory=dict)
     admitted: list[str] = field(default_factory=list)
     """uids in the order in which they got a slot."""
+    heard: float = 0.0
+    """Monotonic time of the newest operator's last call."""
     port: int = 0
 
     def __post_init__(self) -> None:
@@ -200,6 +202,7 @@ class FakeRuntime:
 
     def _fenced(self, epoch: int) -> Answer | None:
         if epoch >= self.operator_epoch:
+            self.heard = time.monotonic()
             return None
         return _problem(409, "Fenced", f"operatorEpoch {epoch} is older than {self.operator_epoch}")
 
@@ -207,6 +210,7 @@ class FakeRuntime:
         view = PoolView(
             boot_epoch=self.boot_epoch, revision=self.revision, synced=self.synced, spec=self.spec,
             operator_epoch=self.operator_epoch, slots=self._slots(), engines=self._engines(), versions={"fake": "1"},
+            operator_silent_seconds=time.monotonic() - self.heard,
         )  # fmt: skip
         return 200, view.to_wire()
 
@@ -215,10 +219,12 @@ class FakeRuntime:
         if refused:
             return refused
         self.operator_epoch, self.synced = body.operator_epoch, True
-        for uid in [uid for uid in self.views if uid not in body.uids]:
+        seen = [uid for uid, v in self.views.items() if body.namespaces is None or v.namespace in body.namespaces]
+        others = self.views.keys() - seen
+        for uid in [uid for uid in seen if uid not in body.uids]:
             self._drop(uid)
             del self.views[uid]
-        for uid in [uid for uid in self.engine if uid not in body.uids and not self.lies]:
+        for uid in [uid for uid in self.engine if uid not in {*body.uids, *others} and not self.lies]:
             del self.engine[uid]
         self._touch()
         return self._pool()

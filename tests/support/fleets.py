@@ -16,8 +16,7 @@ from lorafleet_runtime.loop.trainer import TrainerHandle
 from lorafleet_runtime.loop.workers import WorkerSet
 from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry
-from lorafleet_runtime.types import Cursor
-from support.fake_actors import FakeEngine, FakeTrainer, FakeWorker, Handle
+from support.fake_actors import FakeEngine, FakeTrainer, FakeWorker, Handle, Stored
 from support.runs import pool_spec
 
 
@@ -27,8 +26,8 @@ class World:
 
     fleet: Fleet
     registry: Registry
-    disk: dict[str, tuple[int, Cursor]]
-    node: dict[str, tuple[int, Cursor]] = field(default_factory=dict)
+    disk: Stored
+    node: Stored = field(default_factory=dict)
     trainers: list[Handle] = field(default_factory=list)
     engines: list[Handle] = field(default_factory=list)
     workers: list[Handle] = field(default_factory=list)
@@ -97,10 +96,14 @@ def build_world(tmp_path: Path, **pool_changes: Any) -> World:
         handles.append(Handle(FakeWorker()))
         return handles[-1]
 
+    def world_kill(handle: Handle) -> None:
+        handle.dead = True
+
     handles: list[Handle] = []
     fleet: Fleet
     holder: dict[str, Any] = {}
-    trainer_handle = TrainerHandle(trainer, lambda: holder["fleet"].on_trainer_lost(), registry.observe_trainer)
+    on_lost = lambda: holder["fleet"].on_trainer_lost()  # noqa: E731
+    trainer_handle = TrainerHandle(trainer, on_lost, registry.observe_trainer, world_kill)
     workers = WorkerSet(worker, 1)
     fleet = Fleet(config, registry, signal, trainer_handle, None, workers, RuntimeMetrics(registry, "pool"))  # type: ignore[arg-type]
     holder["fleet"] = fleet

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from lorafleet_local.guardian import guarded
 from lorafleet_local.pool import Document
 from lorafleet_local.report import Reporter
 from lorafleet_local.stack import down, up
@@ -41,7 +42,7 @@ def tiny_pool(model: Path, storage: Path, env: Mapping[str, str]) -> Document:
 def tiny_stack(
     folder: Path, env: Mapping[str, str] | None = None, paths: Sequence[Path] = (), **changes: Any
 ) -> Iterator[Cluster]:
-    """Bring the stack up and, whatever happens, down again.
+    """Bring the stack up and, whatever happens, even to pytest, down again.
 
     Args:
         folder: gets the model, and the stack's state with logs and storage below `state`.
@@ -60,11 +61,14 @@ def tiny_stack(
     before = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
     try:
-        stack = up(folder / "state", Reporter(), progress_seconds=0.2, spec=spec)
-        headers = {"Authorization": f"Bearer {stack.token_file.read_text().strip()}"}
-        with httpx.Client(base_url=stack.runtime_url, headers=headers, timeout=70.0, trust_env=False) as client:
-            yield Cluster(stack, client)
+        with guarded(folder / "state") as me:
+            try:
+                stack = up(folder / "state", Reporter(), progress_seconds=0.2, spec=spec, owner=me)
+                headers = {"Authorization": f"Bearer {stack.token_file.read_text().strip()}"}
+                with httpx.Client(base_url=stack.runtime_url, headers=headers, timeout=70.0, trust_env=False) as client:
+                    yield Cluster(stack, client)
+            finally:
+                down(folder / "state", Reporter())
     finally:
-        down(folder / "state", Reporter())
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

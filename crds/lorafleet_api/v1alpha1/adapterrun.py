@@ -232,7 +232,7 @@ class AdapterRunSpec(SpecModel):
     deletion_policy: Literal["Save", "Discard"] = "Save"
     """On deletion: write a last checkpoint, or not."""
     save_timeout_seconds: int = Field(default=300, ge=1)
-    """Time the last checkpoint of a deleted run may take."""
+    """Time that the last checkpoint of an ending run may take while storage refuses it or is slow."""
     ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
     """Delete the object this long after it finished; its files stay."""
 

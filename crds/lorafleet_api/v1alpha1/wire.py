@@ -141,6 +141,8 @@ class PoolView(_Answer):
     slots: SlotsView
     engines: list[EngineView]
     versions: dict[str, str] = Field(default_factory=dict)
+    operator_silent_seconds: float | None = None
+    """Since the newest operator's last call, or since the runtime's start."""
 
 
 class PutPool(ApiModel):
@@ -148,6 +150,8 @@ class PutPool(ApiModel):
 
     operator_epoch: int = Field(ge=0)
     uids: list[str]
+    namespaces: list[str] | None = None
+    """Namespaces that `uids` is the full list of; runs of others are not retired. Unset: all."""
     spec: dict[str, Any] | None = None
     """The AdapterPool's spec, to find a ConfigMismatch."""
 

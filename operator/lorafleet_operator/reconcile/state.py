@@ -193,14 +193,14 @@ def _without_runtime(seen: Observed, settings: Settings) -> State:
         kept = conditions.find(seen.status, reasons.READY) or {}
         row = Row.TRAINING if kept.get("status") == "True" else Row.STOPPING
         return State(row, kept.get("reason", reasons.TRAINING), kept.get("message", ""), left + 0.05, registered=True)
-    return State(Row.LOST, reasons.RUNTIME_LOST, f"{message}; the run resumes from its last checkpoint")
+    return State(Row.LOST, reasons.RUNTIME_LOST, f"{message}; the run resumes from its last step")
 
 
 def _by_view(seen: Observed, view: AdapterView | None) -> State:
     resuming = _lost_registration(seen)
     if view is None or view.outcome == "Deleted":
         if resuming:
-            return State(Row.LOST, reasons.RUNTIME_LOST, "the runtime restarted; resuming from the last checkpoint")
+            return State(Row.LOST, reasons.RUNTIME_LOST, "the runtime restarted; resuming from the last step")
         return State(Row.WAITING, reasons.PENDING, "being handed to the runtime")
     message = _queue_message(view)
     spec = seen.run["spec"]
@@ -215,7 +215,7 @@ def _by_view(seen: Observed, view: AdapterView | None) -> State:
     if wants_stop and view.state in ("RETIRING", "CLEANUP"):
         return State(Row.STOPPING, clean_reason(view.reason, reasons.DEREGISTERING), message)
     if resuming and view.reason != reasons.SLOTS_EXHAUSTED:
-        text = f"resuming from the last checkpoint: {view.reason} {message}".strip()
+        text = f"resuming from the last step: {view.reason} {message}".strip()
         return State(Row.LOST, reasons.RUNTIME_LOST, text)
     if view.state == "SUSPENDED":
         return State(Row.WAITING, reasons.PENDING, "resuming")
@@ -234,7 +234,7 @@ def _lost_registration(seen: Observed) -> bool:
 def _queue_message(view: AdapterView) -> str:
     if view.queue_position is None:
         return view.message
-    return f"place {view.queue_position} in the queue" if not view.message else view.message
+    return f"position {view.queue_position} in the queue" if not view.message else view.message
 
 
 def clean_reason(reason: str, fallback: str) -> str:

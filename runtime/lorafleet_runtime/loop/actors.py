@@ -50,7 +50,7 @@ class Actors:
     def trainer(self) -> Any:
         """A new trainer rank."""
         config = self._config
-        pool = f"{config.pool.namespace}-{config.pool.name}"
+        pool = f"{config.pool.namespace}/{config.pool.name}"
         return start_trainer(self._spec, self._model, str(config.storage_root), pool, config.local_resources)
 
     def worker(self, index: int) -> Any:

@@ -79,7 +79,7 @@ class EngineSet:
         self._fail = fail
         self._engines = [_Engine(f"engine-{i}") for i in range(replicas)]
         self._live: dict[str, _Live] = {}
-        self._publishing: set[VersionId] = set()
+        self._publishing: dict[VersionId, _Live] = {}
         """On their way to some engine: by `publish`, or to one that lost them."""
         self._settled = Signal()
         """Set when a version is no longer on its way."""
@@ -123,29 +123,36 @@ class EngineSet:
         Raises:
             RunError: an engine refused it; the old version keeps serving.
         """
-        self._publishing.add(version)
+        self._publishing[version] = _Live(version, manifest, buffer)
         try:
             done: set[int] = set()
             while wanted() and (pending := [e for e in self._engines if e.ready and id(e.actor) not in done]):
                 for engine in pending:
                     done.add(id(engine.actor))
-                    await self._publish_one(engine, version, manifest, buffer, wanted)
+                    await self._publish_one(engine, version, wanted)
             if not wanted():
                 return False
-            self._live[version.uid] = _Live(version, manifest, buffer)
+            self._live[version.uid] = self._publishing[version]
             return True
         finally:
-            self._publishing.discard(version)
+            self._publishing.pop(version, None)
             self._settled.set()
 
-    async def _publish_one(
-        self, engine: _Engine, version: VersionId, manifest: Manifest, buffer: Any, wanted: Callable[[], bool]
-    ) -> None:
+    def renew(self, version: VersionId, manifest: Manifest, buffer: Any) -> None:
+        """The same version in a new buffer: the old one may be lost with the node that held it."""
+        again = _Live(version, manifest, buffer)
+        if version in self._publishing:
+            self._publishing[version] = again
+        if (live := self._live.get(version.uid)) is not None and live.version == version:
+            self._live[version.uid] = again
+
+    async def _publish_one(self, engine: _Engine, version: VersionId, wanted: Callable[[], bool]) -> None:
         delay = 0.1
         while engine.ready and wanted():
             actor = engine.actor
             try:
-                await _ask(actor.publish.remote(version, manifest, buffer))
+                that = self._publishing[version]
+                await _ask(actor.publish.remote(version, that.manifest, that.buffer))
                 return
             except Retryable as error:
                 if not await self._alive(engine, actor):
@@ -296,11 +303,12 @@ class EngineSet:
         status: EngineStatus = await _ask(actor.start.remote(), _START_SECONDS)
         engine.pids, engine.listed_at = status.pids, status.listed_at
         await _ask(actor.probe.remote())
+        lost: set[VersionId] = set()
         while True:
-            status = await _ask(actor.list.remote())
+            status = await _ask(actor.list.remote())  # raises when it is the engine that is away
             self._tell(engine, status.adapters)
             held = {VersionId.parse(name) for name in status.adapters}
-            missing = [live for live in self._live.values() if live.version not in held]
+            missing = [live for live in self._live.values() if live.version not in held | lost]
             surplus = held - {live.version for live in self._live.values()}
             if not missing and not surplus:
                 break
@@ -308,7 +316,11 @@ class EngineSet:
                 await _ask(actor.abort.remote(f"{version.uid}::{version.incarnation}::v{version.n}::"))
                 await _ask(actor.retire.remote(version))
             for live in missing:
-                await self._restore(actor, live)
+                try:
+                    await self._restore(actor, live)
+                except Retryable as error:
+                    log.warning("%s: %s has to wait for the next resync: %s", engine.name, live.version.name, error)
+                    lost.add(live.version)
         engine.in_flight = 0
         engine.ready = True
         self._any_ready.set()
@@ -316,7 +328,7 @@ class EngineSet:
         log.info("%s is ready", engine.name)
 
     async def _restore(self, actor: Any, live: _Live) -> None:
-        self._publishing.add(live.version)
+        self._publishing.setdefault(live.version, live)
         try:
             await _ask(actor.publish.remote(live.version, live.manifest, live.buffer))
         except RunError as error:  # its own run's fault must not keep the engine from the others
@@ -324,7 +336,8 @@ class EngineSet:
                 del self._live[live.version.uid]
             self._fail(error.fault(live.version.uid))
         finally:
-            self._publishing.discard(live.version)
+            if self._publishing.get(live.version) is live:
+                del self._publishing[live.version]
             self._settled.set()
 
 

@@ -62,6 +62,10 @@ class Fleet:
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     """Writes the runs' logs and samples."""
     states: dict[str, RunState] = field(default_factory=dict)
+    swept: bool = False
+    """The snapshots of runs that ended while no runtime lived are removed."""
+    suspended: set[str] = field(default_factory=set)
+    """Runs that were suspended at the last look; a snapshot may be kept for them."""
     suspects: set[str] = field(default_factory=set)
     """Runs that were in a batch when the trainer died; they train alone until a batch succeeds."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -103,7 +107,8 @@ class Fleet:
         """Live runs load again; the groups that the dead trainer had are trained on once more."""
         self.registry.trainer_lost()
         for uid, state in self.states.items():
-            log.warning("run %s: the trainer died; the run loads again", uid, extra=about(uid))
+            if self.registry.holds_slot(uid):
+                log.warning("run %s: the trainer died; the run loads again", uid, extra=about(uid))
             self.buffers.give_back(uid, state.taken)
             state.taken.clear()
             state.in_training = 0

@@ -1,6 +1,7 @@
 """What the HTTP layer sees of the fleet: the registry, the wake-up and where runs' records lie. Imports no torch."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lorafleet_runtime.loop.signal import Signal
@@ -14,6 +15,13 @@ class FleetView:
     registry: Registry
     signal: Signal
     storage_root: Path
+    heard: float = field(default_factory=time.monotonic)
+    """Monotonic time of the newest operator's last call, at first of the start."""
+
+    def fence(self, operator_epoch: int) -> None:
+        """Registry.fence; an operator that passes was heard now."""
+        self.registry.fence(operator_epoch)
+        self.heard = time.monotonic()
 
     @property
     def ready(self) -> bool:

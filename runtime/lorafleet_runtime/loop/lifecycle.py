@@ -18,7 +18,7 @@ from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.publishing import publish
 from lorafleet_runtime.registry.run import TERMINAL, Run
 from lorafleet_runtime.storage import latest_checkpoint
-from lorafleet_runtime.types import Artifact, Loaded, LoadRequest, RunFault
+from lorafleet_runtime.types import Artifact, Loaded, LoadRequest, RunFault, VersionId
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +31,15 @@ async def lifecycle(fleet: Fleet) -> None:
     """Move every run along, for ever."""
     busy: dict[str, asyncio.Task[None]] = {}
     last_resync = time.monotonic()
-    swept = False
     while True:
         busy = {uid: task for uid, task in busy.items() if not task.done()}
         enforce_deadlines(fleet, time.time())
         fleet.registry.assign()
         for uid in fleet.workers.opened - {r.uid for r in fleet.registry.runs.values() if r.state not in TERMINAL}:
             fleet.spawn(fleet.workers.close(uid), f"closing data and reward of run {uid}")
-        if fleet.registry.synced and not swept:
-            swept = True
-            known = sorted(fleet.registry.expected | fleet.registry.runs.keys())
-            fleet.spawn(fleet.trainer.call("retain", known), "forgetting the snapshots of runs that ended")
+        if fleet.registry.synced and not fleet.registry.expects_others and not fleet.swept and "" not in busy:
+            busy[""] = fleet.spawn(_sweep(fleet), "forgetting the snapshots of runs that ended")
+        _forget_suspended(fleet)
         for run, stage in _next_stages(fleet):
             if run.uid not in busy:
                 busy[run.uid] = fleet.spawn(_guard(fleet, run, stage), f"{stage.__name__} of run {run.uid}")
@@ -49,6 +47,27 @@ async def lifecycle(fleet: Fleet) -> None:
             last_resync = time.monotonic()
             fleet.spawn(fleet.engines.resync(fleet.registry.holds_slot), "engine resync")
         await fleet.signal.wait(timeout=RESYNC_SECONDS)
+
+
+async def _sweep(fleet: Fleet) -> None:
+    registry = fleet.registry
+    live = {uid for uid, run in registry.runs.items() if run.state not in ("COMPLETED", "FAILED")}
+    try:
+        await fleet.trainer.call("retain", sorted(live | (registry.expected - registry.runs.keys())))
+        fleet.swept = True
+    except Retryable as error:
+        log.info("snapshots: %s; trying again", error)
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _forget_suspended(fleet: Fleet) -> None:
+    """A suspended run that is deleted or cancelled will not come back for its snapshot."""
+    suspended = {run.uid for run in fleet.registry.in_state("SUSPENDED")}
+    for uid in fleet.suspended - suspended:
+        run = fleet.registry.runs.get(uid)
+        if run is None or run.state in TERMINAL:
+            fleet.spawn(fleet.trainer.call("drop", uid), f"forgetting the snapshot of run {uid}")
+    fleet.suspended = suspended
 
 
 Stage = Callable[[Fleet, Run], Awaitable[None]]
@@ -81,6 +100,9 @@ async def _guard(fleet: Fleet, run: Run, stage: Stage) -> None:
         await asyncio.sleep(_RETRY_SECONDS)
     except Exception as error:
         log.exception("run %s: %s raised", run.uid, stage.__name__, extra=about(run.uid))
+        if run.state == "RETIRING" and run.ending is not None and run.ending.outcome != "Complete":
+            fleet.registry.saved(run.uid, None, time.time())  # it ends as it was told to, without this checkpoint
+            return
         if run.state in ("RETIRING", "CLEANUP"):
             await asyncio.sleep(_RETRY_SECONDS)
         fleet.registry.fail(unforeseen(run.uid, error))
@@ -88,7 +110,7 @@ async def _guard(fleet: Fleet, run: Run, stage: Stage) -> None:
 
 async def check(fleet: Fleet, run: Run) -> None:
     """Open data and reward before a slot is taken."""
-    info = await fleet.workers.open(run.uid, run.spec)
+    info = await fleet.workers.open(run.uid, run.spec, run.start_time is not None)
     fleet.registry.checked(run.uid, info)
     skipped = f", {info.skipped} skipped as too long" if info.skipped else ""
     log.info("run %s: data and reward are usable: %d prompts%s", run.uid, info.rows, skipped, extra=about(run.uid))
@@ -98,9 +120,15 @@ async def load(fleet: Fleet, run: Run) -> None:
     """Load into the slot and publish the version that the trainer holds, unless every engine has it already."""
     if not run.loaded:
         await _load_trainer(fleet, run)
-    if run.state in ("PENDING", "ACTIVE") and run.weight_version < run.trainer_version:
+    state = fleet.state(run)
+    if state is None or run.state not in ("PENDING", "ACTIVE"):
+        return
+    async with state.stepping:  # the run may be training already, and the buffer must be of this very version
+        n = run.trainer_version
         manifest, buffer = await fleet.trainer.export(run.uid)
-        await publish(fleet, run, run.trainer_version, manifest, buffer)
+    fleet.engines.renew(VersionId(run.uid, state.incarnation, n), manifest, buffer)
+    if run.weight_version < n:
+        await publish(fleet, run, n, manifest, buffer)
 
 
 async def _load_trainer(fleet: Fleet, run: Run) -> None:
@@ -162,8 +190,6 @@ async def _save_in_time(fleet: Fleet, run: Run, limit: int) -> Artifact | None:
     Raises:
         RunError: it did not.
     """
-    if run.step == 0:
-        return None  # nothing was learnt
     deadline = time.monotonic() + limit
     while True:
         try:
@@ -182,6 +208,8 @@ async def checkpoint(fleet: Fleet, run: Run) -> Artifact | None:
     if state is None:
         return run.artifact
     async with state.stepping:
+        if run.step == 0:
+            return None  # nothing was learnt
         if run.artifact is not None and run.artifact.step == run.step:
             return run.artifact
         directory = str(fleet.directory(run))
@@ -192,8 +220,8 @@ async def checkpoint(fleet: Fleet, run: Run) -> Artifact | None:
 
 async def drain(fleet: Fleet) -> None:
     """Checkpoint every live run at its last step boundary; the runtime is about to stop."""
-    for run in fleet.registry.in_state("PENDING", "ACTIVE"):
-        if run.loaded and run.step > 0:
+    for run in fleet.registry.in_state("PENDING", "ACTIVE", "RETIRING"):
+        if run.loaded and run.step > 0 and (run.ending is None or run.ending.save):
             try:
                 artifact = await checkpoint(fleet, run)
             except RunError as error:

@@ -27,7 +27,7 @@ async def publish(fleet: Fleet, run: Run, n: int, manifest: Manifest, buffer: An
         return run.incarnation == version.incarnation and run.state in ("PENDING", "ACTIVE")
 
     async with state.publishing:
-        if not wanted():
+        if not wanted() or run.weight_version >= n:
             return
         with fleet.metrics.publish_seconds.time():
             live = await fleet.engines.publish(version, manifest, buffer, wanted)

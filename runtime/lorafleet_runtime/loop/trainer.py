@@ -20,14 +20,20 @@ class TrainerHandle:
         spawn: makes the actor; returns its handle.
         on_lost: runs once per death, before the restart: live runs must load again.
         on_ready: runs when a new trainer answers.
+        kill: ends an actor that may still live: two trainers must never work for the same runs.
     """
 
     def __init__(
-        self, spawn: Callable[[], Any], on_lost: Callable[[], None], on_ready: Callable[[dict[int, str]], None]
+        self,
+        spawn: Callable[[], Any],
+        on_lost: Callable[[], None],
+        on_ready: Callable[[dict[int, str]], None],
+        kill: Callable[[Any], None] = ray.kill,
     ) -> None:
         self._spawn = spawn
         self._on_lost = on_lost
         self._on_ready = on_ready
+        self._kill = kill
         self._actor: Any = None
         self._ready = asyncio.Event()
         self._restart: asyncio.Task[None] | None = None
@@ -53,10 +59,21 @@ class TrainerHandle:
         await self._ready.wait()
         actor = self._actor
         try:
-            return await call(getattr(actor, method).remote(*args))
+            answer = await call(getattr(actor, method).remote(*args))
         except Retryable:
             self._lost(actor)
             raise
+        self._check_current(actor)
+        return answer
+
+    @property
+    def current(self) -> Any:
+        """The trainer of now, to be condemned for what it is about to be asked."""
+        return self._actor
+
+    def _check_current(self, actor: Any) -> None:
+        if actor is not self._actor or not self._ready.is_set():  # its runs have been told to load again
+            raise Retryable("the trainer was lost while its answer was on the way")
 
     async def export(self, uid: str) -> tuple[Any, Any]:
         """The run's adapter as (Manifest, reference to the flat buffer); the bytes do not pass through here."""
@@ -64,21 +81,23 @@ class TrainerHandle:
         actor = self._actor
         manifest_ref, buffer_ref = actor.export.options(num_returns=2).remote(uid)
         try:
-            return await call(manifest_ref), buffer_ref
+            manifest = await call(manifest_ref)
         except Retryable:
             self._lost(actor)
             raise
+        self._check_current(actor)
+        return manifest, buffer_ref
 
-    def condemn(self) -> None:
+    def condemn(self, actor: Any) -> None:
         """Replace a trainer whose state cannot be trusted any more: it raised in the middle of a batch."""
-        ray.kill(self._actor)
-        self._lost(self._actor)
+        self._lost(actor)
 
     def _lost(self, actor: Any) -> None:
         if actor is not self._actor or not self._ready.is_set():
             return
         log.error("the trainer died; starting a new one")
         self._ready.clear()
+        self._kill(actor)
         self._on_lost()
         self._restart = asyncio.create_task(self._start_again())
 

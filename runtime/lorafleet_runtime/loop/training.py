@@ -29,6 +29,7 @@ async def train(fleet: Fleet) -> None:
         groups = await collect(fleet)
         if not groups:
             continue
+        trainer = fleet.trainer.current
         try:
             result: BatchResult = await fleet.trainer.call("accumulate", groups)
             full = commit(fleet, groups, result)
@@ -39,7 +40,7 @@ async def train(fleet: Fleet) -> None:
         except Exception as error:
             log.exception("the trainer raised; its accumulators cannot be trusted, so it is replaced")
             _suspect(fleet, groups, f"{type(error).__name__}: {error}")
-            fleet.trainer.condemn()
+            fleet.trainer.condemn(trainer)
 
 
 async def collect(fleet: Fleet) -> list[PromptGroup]:
@@ -129,7 +130,7 @@ async def step(fleet: Fleet, run: Run) -> None:
         return  # it ended while its batch was training
     async with state.stepping:
         cursor = state.tracker.cursor
-        outcome: StepResult | RunFault = await fleet.trainer.call("step", run.uid, cursor)
+        outcome: StepResult | RunFault = await fleet.trainer.call("step", run.uid, cursor, state.incarnation)
         if isinstance(outcome, RunFault):
             fleet.registry.fail(outcome)
             return

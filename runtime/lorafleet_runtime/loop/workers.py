@@ -32,23 +32,23 @@ class WorkerSet:
         """Runs that a worker has open."""
         return set(self._open)
 
-    async def open(self, uid: str, spec: AdapterRunSpec) -> DatasetInfo:
-        """Open data and reward of a run.
+    async def open(self, uid: str, spec: AdapterRunSpec, started: bool) -> DatasetInfo:
+        """Open data and reward of a run; one that had started needs its initFrom no more.
 
         Raises:
             RunError: they are unusable, or the data changed since the run first opened them.
             Retryable: the worker died; a new one is there for the next try.
         """
         async with self._locks.setdefault(uid, asyncio.Lock()):
-            return await self._open_here(uid, spec)
+            return await self._open_here(uid, spec, started)
 
-    async def _open_here(self, uid: str, spec: AdapterRunSpec) -> DatasetInfo:
+    async def _open_here(self, uid: str, spec: AdapterRunSpec, started: bool) -> DatasetInfo:
         if uid not in self._home:
             self._home[uid] = self._turn % len(self._actors)
             self._turn += 1
         actor = self._actors[self._home[uid]]
         try:
-            info: DatasetInfo = await call(actor.open.remote(uid, spec.to_wire()))
+            info: DatasetInfo = await call(actor.open.remote(uid, spec.to_wire(), started))
         except Retryable:
             self._replace(uid, actor)
             raise
@@ -70,7 +70,7 @@ class WorkerSet:
         """
         async with self._locks.setdefault(uid, asyncio.Lock()):  # of all groups that find it closed, one opens it
             if self._open.get(uid) is not self._actors[self._home.get(uid, 0)]:
-                await self._open_here(uid, spec)
+                await self._open_here(uid, spec, started=True)
             actor = self._open[uid]
         try:
             return await call(actor.run_group.remote(uid, index, version, engine))

@@ -51,6 +51,8 @@ class Registry(Listings):
         self.operator_epoch = 0
         self.expected: frozenset[str] = frozenset()
         """What the operator's full list named; the runs themselves may still be on their way."""
+        self.expects_others = False
+        """That list was of some namespaces only."""
         self.runs: dict[str, Run] = {}
         self._registrations = 0
 
@@ -68,12 +70,14 @@ class Registry(Listings):
             )
         self.operator_epoch = operator_epoch
 
-    def sync(self, uids: Iterable[str]) -> None:
-        """The operator's full list: retire its runs that are not on it, and start handing out slots."""
-        self.expected = frozenset(uids)
+    def sync(self, uids: Iterable[str], namespaces: Iterable[str] | None = None) -> None:
+        """The operator's full list (of all or these namespaces): retire runs that it lacks, start handing out slots."""
+        self.expected, self.expects_others = frozenset(uids), namespaces is not None
+        watched = None if namespaces is None else frozenset(namespaces)
         self.synced = True
         for run in list(self.runs.values()):
-            if run.owner == "operator" and run.uid not in self.expected:
+            seen = watched is None or run.namespace in watched
+            if run.owner == "operator" and seen and run.uid not in self.expected:
                 self.delete(run.uid)
         self._changed()
 
@@ -209,12 +213,12 @@ class Registry(Listings):
         these very weights, so it goes on in the same incarnation. Otherwise it starts a new one.
         """
         run = self.runs[loaded.uid]
-        if run.weight_version and loaded.step != run.step:
+        if run.was_loaded and not run.is_where_it_was(loaded):
             self._begin_anew(run)
-        run.loaded = True
-        if run.weight_version == 0:
+        if not run.was_loaded:
             run.step = run.start_step = loaded.step
-        elif run.state == "PENDING":
+        run.loaded = run.was_loaded = True
+        if run.weight_version and run.state == "PENDING":
             run.activate(now)
         self._changed()
         if run.state == "PENDING" and run.target_step is not None and run.step >= run.target_step:

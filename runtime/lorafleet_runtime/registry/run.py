@@ -13,7 +13,7 @@ from lorafleet_api.v1alpha1.wire import (
     PresenceView,
     RunState,
 )
-from lorafleet_runtime.types import Artifact, DatasetInfo, VersionId
+from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, VersionId
 
 TERMINAL: frozenset[RunState] = frozenset({"COMPLETED", "FAILED", "SUSPENDED"})
 """States in which nothing of the run is held anywhere."""
@@ -79,6 +79,8 @@ class Run:
     incarnation: str = ""
     loaded: bool = False
     """The trainer holds this incarnation."""
+    was_loaded: bool = False
+    """A trainer held this incarnation."""
     weight_version: int = 0
     """The newest version verified on every engine; 0 before the first."""
     step: int = 0
@@ -102,7 +104,7 @@ class Run:
         self.state = "PENDING"
         self.reason, self.message = reasons.LOADING, f"loading into slot {slot}"
         self.queue_position = None
-        self.loaded = False
+        self.loaded = self.was_loaded = False
         self.weight_version = 0
         self.completion_time = None
         self.discard_batch()
@@ -124,6 +126,11 @@ class Run:
         self.loaded = False
         self.queue_position = None
         self.accumulated_groups = 0
+
+    def is_where_it_was(self, loaded: Loaded) -> bool:
+        """Whether the trainer loaded the very weights that this incarnation was at."""
+        untouched = self.step == self.start_step  # it made no step, and came from the same checkpoint or from none
+        return loaded.step == self.step and (untouched or loaded.incarnation == self.incarnation)
 
     def discard_batch(self) -> None:
         """Forget what was accumulated since the last step: the trainer does not have it."""

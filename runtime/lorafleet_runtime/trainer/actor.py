@@ -3,6 +3,7 @@
 Called by the loop. Imports no torch: the actor sets its thread count before torch starts its thread pool.
 """
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -37,7 +38,7 @@ class TrainerActor:
         pool_spec: of the pool.
         model_path: directory of the base model.
         storage_root: shared storage.
-        pool: names the folder of this pool's snapshots among those of the node.
+        pool: tells this pool's snapshots from others of the node.
     """
 
     def __init__(self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, pool: str) -> None:
@@ -61,7 +62,7 @@ class TrainerActor:
         from lorafleet_runtime.trainer import rank
 
         self._rank: TrainerRank = rank.TrainerRank(
-            pool_spec, model_path, storage_root, snapshots=Path(tempfile.gettempdir()) / "lorafleet-snapshots" / pool
+            pool_spec, model_path, storage_root, snapshots=_snapshots(storage_root, pool)
         )
         return self._rank.slots()
 
@@ -85,9 +86,9 @@ class TrainerActor:
         """See TrainerRank.accumulate."""
         return self._rank.accumulate(groups)
 
-    def step(self, uid: str, cursor: Cursor) -> StepResult | RunFault:
+    def step(self, uid: str, cursor: Cursor, incarnation: str) -> StepResult | RunFault:
         """See TrainerRank.step."""
-        return self._rank.step(uid, cursor)
+        return self._rank.step(uid, cursor, incarnation)
 
     def export(self, uid: str) -> tuple[Manifest, bytes]:
         """See TrainerRank.export; call it with num_returns=2 to keep the buffer in the object store."""
@@ -102,6 +103,12 @@ class TrainerActor:
         return os.getpid()
 
 
+def _snapshots(storage_root: str, pool: str) -> Path:
+    """A folder that no other pool, storage or user of this node has."""
+    key = hashlib.sha256(f"{storage_root}\0{pool}".encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"lorafleet-snapshots-{os.getuid()}" / key
+
+
 def start_trainer(
     pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, pool: str, local_resources: bool
 ) -> Any:
@@ -111,7 +118,7 @@ def start_trainer(
         pool_spec: of the pool.
         model_path: directory of the base model.
         storage_root: shared storage.
-        pool: NAMESPACE-NAME of the pool.
+        pool: NAMESPACE/NAME of the pool.
         local_resources: one machine without custom resources; the actor then asks for no CPU and no GPU of its own.
 
     Returns:

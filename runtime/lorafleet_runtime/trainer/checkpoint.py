@@ -55,6 +55,8 @@ class TrainState:
     target_step: int
     """Horizon of the learning-rate schedule, fixed when the run was first loaded."""
     cursor: Cursor
+    incarnation: str
+    """Of the registration that made the step."""
     use_rslora: bool
     master: Tensor
     exp_avg: Tensor
@@ -108,7 +110,7 @@ def read_checkpoint(path: Path, identity: Identity) -> TrainState:
         tensors = load_file(path / OPTIMIZER_FILE)
         cursor = Cursor(stored["cursor"]["low"], tuple(stored["cursor"]["consumed"]))
         return TrainState(
-            stored["step"], stored["target_step"], cursor, stored["use_rslora"],
+            stored["step"], stored["target_step"], cursor, stored["incarnation"], stored["use_rslora"],
             tensors["master"], tensors["exp_avg"], tensors["exp_avg_sq"],
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -138,6 +140,7 @@ def _state_json(identity: Identity, state: TrainState, files: dict[str, Any]) ->
         "step": state.step,
         "target_step": state.target_step,
         "cursor": asdict(state.cursor),
+        "incarnation": state.incarnation,
         "use_rslora": state.use_rslora,
         "identity": asdict(identity),
         "files": files,

@@ -112,14 +112,17 @@ class TrainerRank:
         horizon = request.target_step if state is None else state.target_step
         optimizer = SlotOptimizer(adapter.master, spec.optimizer, horizon)
         if state is not None:
-            self._restore(request, state, adapter, optimizer)
+            self._restore(state, adapter, optimizer)
         elif source is not None:
             load_peft(adapter, source)
         else:
             init_kaiming(adapter, spec.init_seed)
         self._free(request.uid)
-        self._slots[request.slot] = Slot(request.uid, spec, LossParams.from_spec(spec), adapter, optimizer, identity)
-        return Loaded(request.uid, optimizer.step_count, state.cursor if state else Cursor())
+        made_by = state.incarnation if state else ""
+        self._slots[request.slot] = Slot(
+            request.uid, spec, LossParams.from_spec(spec), adapter, optimizer, identity, made_by
+        )
+        return Loaded(request.uid, optimizer.step_count, state.cursor if state else Cursor(), made_by)
 
     def _stored(self, request: LoadRequest, identity: checkpoints.Identity) -> checkpoints.TrainState | None:
         """The newest state to go on from."""
@@ -183,7 +186,7 @@ class TrainerRank:
             stats.append(count(slot, tally))
         return BatchResult(tuple(stats), tuple(faults), time.perf_counter() - began, rows)
 
-    def step(self, uid: str, cursor: Cursor) -> StepResult | RunFault:
+    def step(self, uid: str, cursor: Cursor, incarnation: str = "") -> StepResult | RunFault:
         """Divide by the denominator, clip, AdamW; then zero the accumulators and leave a snapshot.
 
         With a denominator of 0 (every sample left out) the gradient is 0 and the step counts.
@@ -191,6 +194,7 @@ class TrainerRank:
         Args:
             uid: a live run.
             cursor: the prompt groups consumed up to and with this step.
+            incarnation: of the run's registration; its snapshots and checkpoints say who made the step.
 
         Raises:
             RunError: the run is not loaded, or nothing was accumulated.
@@ -207,6 +211,7 @@ class TrainerRank:
         slot.adapter.refresh()
         if not bool(torch.isfinite(slot.adapter.master).all()):
             return RunFault(uid, reasons.NON_FINITE, f"a weight is not finite; lower optimizer.lr ({done[0]})")
+        slot.incarnation = incarnation
         self._snapshots.write(slot.identity, train_state(slot, cursor))
         return StepResult(uid, slot.optimizer.step_count, *done)
 
@@ -255,14 +260,13 @@ class TrainerRank:
         except ValueError as error:
             raise RunError(reasons.STORAGE_ERROR, f"checkpoint: {path!r} {error}") from error
 
-    def _restore(
-        self, request: LoadRequest, state: checkpoints.TrainState, adapter: SlotAdapter, optimizer: SlotOptimizer
-    ) -> None:
+    def _restore(self, state: checkpoints.TrainState, adapter: SlotAdapter, optimizer: SlotOptimizer) -> None:
         if not checkpoints.same_layout(state, adapter.master):
-            text = f"checkpoint {request.checkpoint}: its tensors do not fit this base model"
+            text = f"the state of step {state.step}: its tensors do not fit this base model; start a new run"
             raise RunError(reasons.CHECKPOINT_MISMATCH, text)
         if not checkpoints.is_finite(state):
-            raise RunError(reasons.NON_FINITE, f"checkpoint {request.checkpoint} holds values that are not finite")
+            text = f"the state of step {state.step} holds values that are not finite; start a new run"
+            raise RunError(reasons.NON_FINITE, text)
         adapter.master.copy_(state.master)
         adapter.refresh()
         device = self._model.device

@@ -27,6 +27,8 @@ class Slot:
     adapter: SlotAdapter
     optimizer: SlotOptimizer
     identity: Identity
+    incarnation: str
+    """Of the registration that made the last step."""
     denominator: int = 0
     """Samples or tokens (by lossReduction) accumulated since the last step."""
     groups: int = 0
@@ -54,7 +56,7 @@ def train_state(slot: Slot, cursor: Cursor) -> TrainState:
     """Everything that the run needs to go on from its last step."""
     exp_avg, exp_avg_sq = slot.optimizer.moments
     return TrainState(
-        slot.optimizer.step_count, slot.optimizer.target_step, cursor, slot.adapter.rslora,
+        slot.optimizer.step_count, slot.optimizer.target_step, cursor, slot.incarnation, slot.adapter.rslora,
         slot.adapter.master, exp_avg, exp_avg_sq,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,18 +54,20 @@ class Snapshots:
         if self._folder is None:
             return
         path = self._path(identity.uid)
-        about = {
-            "format": FORMAT, "boot": _boot_id(), "identity": asdict(identity), "step": state.step,
-            "target_step": state.target_step, "cursor": asdict(state.cursor), "use_rslora": state.use_rslora,
-        }  # fmt: skip
         tensors = {"master": state.master, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         temporary = path.with_suffix(".tmp")
         try:
+            about = {
+                "format": FORMAT, "boot": _boot_id(), "identity": asdict(identity), "step": state.step,
+                "target_step": state.target_step, "cursor": asdict(state.cursor),
+                "incarnation": state.incarnation, "use_rslora": state.use_rslora,
+            }  # fmt: skip
             host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             save_file(host, temporary, metadata={"about": json.dumps(about)})
             temporary.replace(path)
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             log.error("run %s: no snapshot of step %d (%s); free space in %s", identity.uid, state.step, error, path)
 
     def read(self, identity: Identity) -> TrainState | None:
@@ -84,7 +87,7 @@ class Snapshots:
                 check_identity(path, about, identity)
                 cursor = Cursor(about["cursor"]["low"], tuple(about["cursor"]["consumed"]))
                 return TrainState(
-                    about["step"], about["target_step"], cursor, about["use_rslora"],
+                    about["step"], about["target_step"], cursor, about["incarnation"], about["use_rslora"],
                     *(file.get_tensor(name) for name in ("master", "exp_avg", "exp_avg_sq")),
                 )  # fmt: skip
         except FileNotFoundError:

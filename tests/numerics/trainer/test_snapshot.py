@@ -28,7 +28,7 @@ def trainer(model: Path, folder: Path) -> TrainerRank:
 
 def step(rank: TrainerRank, uid: str, number: int) -> StepResult:
     assert not rank.accumulate(make_groups(uid, seed=number)).faults
-    result = rank.step(uid, Cursor(2 * number + 2, (2 * number + 5,)))
+    result = rank.step(uid, Cursor(2 * number + 2, (2 * number + 5,)), "4.2")
     assert not isinstance(result, RunFault)
     return result
 
@@ -52,7 +52,7 @@ def test_a_new_trainer_goes_on_bit_for_bit(qwen3: Path, tmp_path: Path) -> None:
 
     again = trainer(qwen3, tmp_path / "killed")
     loaded = again.load(make_request("a", slot=2, **SPEC))
-    assert (loaded.step, loaded.cursor) == (3, Cursor(6, (9,)))
+    assert (loaded.step, loaded.cursor, loaded.incarnation) == (3, Cursor(6, (9,)), "4.2")
     for number in (3, 4):
         step(again, "a", number)
     assert all(torch.equal(x, y) for x, y in zip(state(again, "a"), state(whole, "a"), strict=True))

@@ -1,4 +1,6 @@
-"""A new supervisor ends exactly what a killed one recorded, serve before Ray, with all descendants."""
+"""A new supervisor ends exactly what a killed one recorded, serve before Ray, with all descendants; of a living one
+nothing.
+"""
 
 import json
 import os
@@ -11,7 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lorafleet_runtime.cli.predecessor import end_predecessor, identity
+from lorafleet_local.supervise import GRACE_SECONDS
+from lorafleet_runtime.cli import serve as serve_command
+from lorafleet_runtime.cli.head import RAY_STOP_SECONDS, SERVE_STOP_SECONDS, supervise
+from lorafleet_runtime.cli.predecessor import end_predecessor, identity, refuse_living_head
+from lorafleet_runtime.config.config import RuntimeConfig
+from lorafleet_runtime.errors import ConfigError
 
 PARENT = (
     "import subprocess, sys\n"
@@ -55,7 +62,7 @@ def record(folder: Path, **about: object) -> Path:
 def test_what_is_recorded_ends_with_its_descendants(tmp_path: Path, started: "list[subprocess.Popen[str]]") -> None:
     ray, grandchild = run(PARENT)
     started.append(ray)
-    end_predecessor(record(tmp_path, ray=identity(ray.pid)), 5.0)
+    end_predecessor(record(tmp_path, ray=identity(ray.pid)), 5.0, 5.0)
     assert ray.wait(timeout=5.0) in (-signal.SIGTERM, 0)
     assert not psutil.pid_exists(int(grandchild))
 
@@ -64,7 +71,7 @@ def test_serve_ends_before_ray_so_that_it_can_save(tmp_path: Path, started: "lis
     order = tmp_path / "order"
     ray, serve = run(NOTED, str(order), "ray")[0], run(NOTED, str(order), "serve")[0]
     started += [ray, serve]
-    end_predecessor(record(tmp_path, ray=identity(ray.pid), serve=identity(serve.pid)), 5.0)
+    end_predecessor(record(tmp_path, ray=identity(ray.pid), serve=identity(serve.pid)), 5.0, 5.0)
     assert order.read_text().split() == ["serve", "ray"]
 
 
@@ -73,12 +80,43 @@ def test_a_reused_pid_is_left_alone(tmp_path: Path, started: "list[subprocess.Po
     started.append(other)
     about = identity(other.pid)
     assert about["started"] is not None
-    end_predecessor(record(tmp_path, serve=about | {"started": about["started"] - 1}), 5.0)
+    end_predecessor(record(tmp_path, serve=about | {"started": about["started"] - 1}), 5.0, 5.0)
     assert other.poll() is None
 
 
 def test_a_damaged_or_missing_record_names_nothing(tmp_path: Path) -> None:
-    end_predecessor(tmp_path / "missing.json", 1.0)
+    end_predecessor(tmp_path / "missing.json", 1.0, 1.0)
     damaged = tmp_path / "runtime.json"
     damaged.write_text("{")
-    end_predecessor(damaged, 1.0)
+    end_predecessor(damaged, 1.0, 1.0)
+
+
+def test_a_supervisor_that_lives_is_named_and_its_runtime_left_alone(
+    tmp_path: Path, started: "list[subprocess.Popen[str]]"
+) -> None:
+    head, serve = run(NOTED, os.devnull, "head")[0], run(NOTED, os.devnull, "serve")[0]
+    started += [head, serve]
+    path = record(tmp_path, rayAddress="127.0.0.2:1", head=identity(head.pid), serve=identity(serve.pid))
+    with pytest.raises(ConfigError, match=rf"the supervisor with pid {head.pid} runs this runtime; stop it first"):
+        supervise(tmp_path / "config.yaml", RuntimeConfig.model_construct(state_file=path))
+    assert (head.poll(), serve.poll()) == (None, None)
+
+
+def test_a_supervisor_that_is_gone_or_is_this_process_is_no_obstacle(
+    tmp_path: Path, started: "list[subprocess.Popen[str]]"
+) -> None:
+    refuse_living_head(record(tmp_path, head=identity(os.getpid())))
+    gone, _ = run(NOTED, os.devnull, "head")
+    started.append(gone)
+    path = record(tmp_path, head=identity(gone.pid))
+    gone.kill()
+    gone.wait()
+    refuse_living_head(path)
+    refuse_living_head(None)
+
+
+def test_serve_gets_the_time_that_it_takes_to_stop_and_the_stack_waits_for_that() -> None:
+    http_seconds = 2.0
+    needed = serve_command._DRAIN_SECONDS + http_seconds + serve_command._FLUSH_SECONDS
+    assert needed + 5 <= SERVE_STOP_SECONDS
+    assert SERVE_STOP_SECONDS + RAY_STOP_SECONDS + 5 <= GRACE_SECONDS

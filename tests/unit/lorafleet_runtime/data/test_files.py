@@ -149,6 +149,38 @@ def test_a_small_parquet_file_that_unpacks_to_much_is_refused(tmp_path: Path, mo
     assert "it unpacks to more than 3 MiB" in refusal("d.parquet", tmp_path)
 
 
+def test_a_parquet_file_whose_dictionary_unpacks_to_much_is_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MAX_BYTES", 3 << 20)
+    codes = pyarrow.array([0] * 4000, pyarrow.int32())
+    table = pyarrow.table({"text": pyarrow.DictionaryArray.from_arrays(codes, pyarrow.array(["x" * (64 << 10)]))})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", compression="zstd")  # 250 MiB in a few KiB
+    about = pyarrow.parquet.read_metadata(tmp_path / "d.parquet")
+    assert about.row_group(0).total_byte_size < 100_000  # the file's own sizes do not show it
+    before = pyarrow.default_memory_pool().max_memory()
+    assert "it unpacks to more than 3 MiB" in refusal("d.parquet", tmp_path)
+    assert pyarrow.default_memory_pool().max_memory() < before + (32 << 20)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_file_of_very_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(files, "MAX_ROWS", 100)
+    for count in (100, 101):
+        if suffix == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"n": [1] * count}), tmp_path / f"{count}.parquet")
+        else:
+            (tmp_path / f"{count}.jsonl").write_text('{"n": 1}\n' * count)
+    assert len(read_file(f"100.{suffix}", tmp_path).rows) == 100
+    assert "has more than 100 rows" in refusal(f"101.{suffix}", tmp_path)
+
+
+def test_a_parquet_file_of_several_batches_and_row_groups_keeps_its_rows_in_order(tmp_path: Path) -> None:
+    table = pyarrow.table({"n": list(range(500))})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=170)
+    assert read_file("d.parquet", tmp_path).rows == tuple({"n": n} for n in range(500))
+
+
 def test_a_compressed_jsonl_file_is_refused_by_its_suffix(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n')[:-4])
     assert "'.gz'; give a .jsonl or .parquet file" in refusal("d.jsonl.gz", tmp_path)

@@ -264,10 +264,10 @@ async def test_a_run_whose_data_kills_the_worker_ends_and_frees_the_kept_slot(wo
     world.registry.pool = world.registry.pool.model_copy(update={"slots": 1})
     async with running(world):
 
-        def kill(uid: str, spec: dict[str, Any]) -> object:
+        def kill(uid: str, spec: dict[str, Any], started: bool) -> object:
             if uid == "old":
                 raise Retryable("OutOfMemoryError")
-            return original(world.workers[0].target, uid, spec)
+            return original(world.workers[0].target, uid, spec, started)
 
         original = type(world.worker).open
         world.worker.open = kill  # type: ignore[method-assign]

@@ -93,11 +93,32 @@ async def test_a_checkpoint_that_cannot_be_written_fails_the_run_instead_of_comp
     assert (world.registry.runs["a"].state, world.registry.runs["a"].reason) == ("FAILED", reasons.STORAGE_ERROR)
 
 
+async def test_a_stop_saves_a_run_whose_last_checkpoint_waits_for_storage(world: World) -> None:
+    full = RunError(reasons.STORAGE_ERROR, "disk full")
+    world.configure_trainer = lambda t: setattr(t, "checkpoint_error", full)
+    async with running(world):
+        put(world.registry, "a")
+        await world.until(lambda: "disk full" in world.registry.runs["a"].message)
+        world.trainer.checkpoint_error = None
+        await drain(world.fleet)
+        assert world.disk["a"][0] == 3
+
+
+async def test_a_cancelled_run_that_cannot_be_saved_ends_all_the_same(world: World) -> None:
+    async with running(world):
+        put(world.registry, "a", numStep=1000)
+        await world.until(lambda: world.registry.runs["a"].step >= 3)
+        world.trainer.checkpoint_error = RuntimeError("CUDA error")
+        put(world.registry, "a", generation=2, numStep=1000, cancel=True)
+        await world.until(lambda: ended(world, "a"))
+    assert world.registry.runs["a"].reason == reasons.CANCELLED
+
+
 async def test_a_stop_saves_live_runs_at_their_last_step(world: World) -> None:
     async with running(world):
         put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 500})
         await world.until(lambda: world.registry.runs["a"].step >= 3)
         await drain(world.fleet)
-        step, cursor = world.disk["a"]
+        step, cursor, _ = world.disk["a"]
     assert step >= 3
     assert cursor.low == 2 * step  # exactly the groups of the steps that are saved

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from lorafleet_api.v1alpha1 import reasons
-from lorafleet_runtime.types import Cursor, Manifest, PromptGroup, StepResult
-from support.fake_actors import FakeTrainer
+from lorafleet_runtime.errors import Retryable
+from lorafleet_runtime.types import Cursor, Manifest, PromptGroup, StepResult, VersionId
+from support.fake_actors import FakeEngine, FakeTrainer
 from support.fleets import World, build_world, running
 from support.runs import put
 
@@ -65,8 +66,8 @@ async def test_a_step_whose_answer_was_lost_is_not_made_again(world: World) -> N
     def die_after_step(trainer: FakeTrainer) -> None:
         step = trainer.step
 
-        def dying(uid: str, cursor: Cursor) -> StepResult:
-            result = step(uid, cursor)
+        def dying(uid: str, cursor: Cursor, incarnation: str) -> StepResult:
+            result = step(uid, cursor, incarnation)
             if result.step == 3 and len(world.trainers) == 1:
                 world.trainers[-1].dead = True
             return result
@@ -123,8 +124,45 @@ async def test_groups_that_finish_while_the_trainer_restarts_are_kept(world: Wor
     assert sorted(index for _, index, _ in world.worker.groups) == list(range(6))
 
 
+async def test_versions_whose_buffers_died_with_the_trainers_node_reach_a_new_engine(world: World) -> None:
+    lost: list[object] = []
+
+    async with running(world):
+        world.worker.gate = asyncio.Event()  # the run stays at its first version
+        put(world.registry, "a")
+        await world.until(lambda: world.registry.runs["a"].state == "ACTIVE")
+        publish = FakeEngine.publish
+
+        def unless_lost(engine: FakeEngine, version: VersionId, manifest: Manifest, buffer: object) -> None:
+            if buffer in lost:
+                raise Retryable("ObjectLostError: the node that held the buffer died")
+            publish(engine, version, manifest, buffer)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeEngine, "publish", unless_lost)
+            lost.append(world.fleet.engines._live["a"].buffer)
+            world.trainers[0].dead = world.engines[0].dead = True
+            await asyncio.gather(
+                world.fleet.trainer.call("slots"), world.fleet.engines.refresh(), return_exceptions=True
+            )
+            world.worker.gate.set()
+            await world.until(lambda: ended(world, "a"))
+    assert world.registry.runs["a"].state == "COMPLETED"
+    assert len(world.engines) == 2
+
+
+async def test_the_snapshot_of_a_suspended_run_goes_with_the_run(world: World) -> None:
+    async with running(world):
+        put(world.registry, "a", suspend=True)
+        await world.until(lambda: world.registry.runs["a"].state == "SUSPENDED")
+        world.node["a"] = (3, Cursor(), "1.0")
+        await world.until(lambda: "a" in world.fleet.suspended)
+        world.registry.delete("a")
+        await world.until(lambda: "a" not in world.node)
+
+
 async def test_snapshots_of_runs_that_ended_meanwhile_are_removed(world: World) -> None:
-    world.node["gone"] = world.node["mine"] = (3, Cursor())
+    world.node["gone"] = world.node["mine"] = (3, Cursor(), "1.0")
     world.registry.sync(["mine"])
     async with running(world):
         await world.until(lambda: "gone" not in world.node)
@@ -145,9 +183,7 @@ async def test_a_run_that_kills_the_trainer_is_found_and_failed(world: World) ->
     assert world.registry.runs["good"].state == "COMPLETED"
 
 
-async def test_a_trainer_that_raises_in_a_batch_is_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[object] = []
-    monkeypatch.setattr("ray.kill", killed.append)
+async def test_a_trainer_that_raises_in_a_batch_is_replaced(world: World) -> None:
     raised = False
 
     def raise_once(groups: list[PromptGroup]) -> None:
@@ -160,5 +196,5 @@ async def test_a_trainer_that_raises_in_a_batch_is_replaced(world: World, monkey
     async with running(world):
         put(world.registry, "a")
         await world.until(lambda: ended(world, "a"))
-    assert killed == [world.trainers[0]]
+    assert [trainer.dead for trainer in world.trainers] == [True, False]
     assert world.registry.runs["a"].state == "COMPLETED"

@@ -283,7 +283,7 @@ def test_a_run_that_loads_again_where_it_was_keeps_its_incarnation_and_versions(
     one_step(registry, "a")
     registry.published("a", 2, now=5.0)
     registry.trainer_lost()
-    registry.loaded(Loaded("a", 1, Cursor()), now=6.0)
+    registry.loaded(Loaded("a", 1, Cursor(), "7.1"), now=6.0)
     a = registry.runs["a"]
     assert (a.state, a.incarnation, a.weight_version, a.trainer_version, a.step) == ("ACTIVE", "7.1", 2, 2, 1)
 
@@ -302,9 +302,28 @@ def test_a_completion_without_checkpoint_survives_a_lost_trainer(registry: Regis
     activate(registry, "a", step=2)
     one_step(registry, "a")
     registry.trainer_lost()
-    registry.loaded(Loaded("a", 3, Cursor()), now=6.0)
+    registry.loaded(Loaded("a", 3, Cursor(), "7.1"), now=6.0)
     run = registry.runs["a"]
-    assert (run.state, run.loaded, run.step) == ("RETIRING", True, 3)
+    assert (run.state, run.loaded, run.step, run.incarnation) == ("RETIRING", True, 3, "7.1")
+
+
+def test_the_same_step_of_another_incarnation_is_not_where_the_run_was(registry: Registry) -> None:
+    activate(registry, "a")
+    one_step(registry, "a")
+    registry.trainer_lost()
+    registry.loaded(Loaded("a", 1, Cursor(), "6.4"), now=6.0)
+    assert registry.runs["a"].incarnation == "7.2"
+
+
+def test_a_completion_found_at_boot_and_lost_before_it_was_saved_trains_again(registry: Registry) -> None:
+    put(registry, "a")
+    registry.checked("a", DATASET)
+    registry.assign()
+    registry.loaded(Loaded("a", 3, Cursor(), "6.1"), now=5.0)  # from a snapshot
+    registry.trainer_lost()
+    registry.loaded(Loaded("a", 2, Cursor(), "6.1"), now=6.0)  # from a checkpoint, on another node
+    run = registry.runs["a"]
+    assert (run.state, run.step, run.incarnation, run.ending) == ("PENDING", 2, "7.2", None)
 
 
 def test_a_completion_whose_last_step_is_lost_trains_it_again(registry: Registry) -> None:

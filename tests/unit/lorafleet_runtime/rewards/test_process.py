@@ -1,14 +1,17 @@
 """The reward child process against functions that print, hang, exit, raise and return nonsense."""
 
 import asyncio
+import contextlib
 import math
 import os
+import signal
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -44,6 +47,16 @@ MODULE = """
             raise KeyError("no such key")
         if response == "pid":
             return os.getpid()
+        if response in ("helper", "nameless helper"):
+            environment = {} if response == "nameless helper" else None
+            helper = subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env=environment)
+            open(call["metadata"]["helper"], "w").write(str(helper.pid))
+            if call["metadata"].get("die"):
+                print("last words", flush=True)
+                os._exit(7)
+            if call["metadata"].get("hang"):
+                time.sleep(3600)
+            return 0.5
         if response == "kill":
             os.kill(os.getpid(), 9)
         if response == "eat":
@@ -185,6 +198,57 @@ async def test_a_hang_is_killed_and_the_next_call_served(module: str) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(hung, 0)
         assert await score(process, "bool") == 1.0
+    finally:
+        await process.close()
+
+
+@pytest.fixture
+def helper(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "helper"
+    yield path
+    if path.exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def lives(path: Path) -> bool:
+    try:
+        return psutil.Process(int(path.read_text())).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["helper", "nameless helper"])
+async def test_a_helper_in_a_session_of_its_own_does_not_hold_up_the_end(
+    reward: RewardProcess, helper: Path, kind: str
+) -> None:
+    assert await score(reward, kind, metadata={"helper": str(helper)}) == 0.5
+    assert lives(helper)
+    async with asyncio.timeout(5):
+        await reward.close()
+    assert lives(helper) == (kind == "nameless helper")
+
+
+async def test_a_helper_that_outlives_its_child_does_not_hold_up_the_next_call(
+    reward: RewardProcess, helper: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await reward.start()
+    with caplog.at_level("INFO", "lorafleet_runtime.rewards.process"):
+        async with asyncio.timeout(10):
+            with pytest.raises(RewardFailure, match="exited with code 7"):
+                await score(reward, "nameless helper", metadata={"helper": str(helper), "die": True})
+            assert await score(reward, "bool") == 1.0
+    assert "last words" in caplog.text
+
+
+async def test_a_helper_does_not_hold_up_a_timeout(module: str, helper: Path) -> None:
+    process = RewardProcess(f"{module}.by_response", 0.5, MEMORY)
+    try:
+        await process.start()
+        async with asyncio.timeout(10):
+            with pytest.raises(RewardFailure, match="no answer within 0.5 s"):
+                await score(process, "nameless helper", metadata={"helper": str(helper), "hang": True})
+            assert await score(process, "bool") == 1.0
     finally:
         await process.close()
 

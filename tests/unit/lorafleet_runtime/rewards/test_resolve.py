@@ -44,7 +44,7 @@ def test_other_modules_are_refused(path: str) -> None:
     assert path in message and "rewardModules allow team.rewards" in message
 
 
-@pytest.mark.parametrize("path", ["f", "", "team..f", "team.rewards:f", ".team.f"])
+@pytest.mark.parametrize("path", ["f", ".", "team..f", "team.rewards:f", ".team.f"])
 def test_what_is_no_dotted_path_is_refused(path: str) -> None:
     assert "no dotted path" in refusal(["team", ""], customRmPath=path)
 

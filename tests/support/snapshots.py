@@ -1,10 +1,10 @@
-"""A world of runs for the stories of `make demo-full`: set what runs are like, get the look that shows it."""
+"""A world of runs for the stories of `make demo-full`: set what runs are like, get the snapshot that shows it."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from lorafleet_api.v1alpha1.wire import AdapterList
-from lorafleet_local.stories import Look
+from lorafleet_local.stories import Snapshot
 
 
 @dataclass
@@ -13,7 +13,8 @@ class World:
 
     at: float = 0.0
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """step, target, slot, held (by the trainer), state, restarts, conditions {kind: (status, reason, message)}."""
+    """step, target, slot, held (by the trainer), state, restarts, queued (its position), conditions
+    {kind: (status, reason, message)}."""
 
     def set(self, name: str, **changes: Any) -> None:
         """Change a run, or make it; `conditions` are added to those that it has."""
@@ -26,17 +27,17 @@ class World:
     def train(self, name: str, slot: int, step: int = 0) -> None:
         """Registered in a slot."""
         registered = {"Registered": ("True", "Registered", "")}
-        self.set(name, slot=slot, held=True, state="ACTIVE", step=step, conditions=registered)
+        self.set(name, slot=slot, held=True, state="ACTIVE", step=step, queued=None, conditions=registered)
 
     def leave(self, name: str, state: str, **conditions: tuple[str, str, str]) -> None:
         """Held nowhere any more."""
         gone = {"Registered": ("False", state, "")}
         self.set(name, slot=None, held=False, state=state, conditions=gone | conditions)
 
-    def look(self) -> Look:
-        """One look, a second after the last."""
+    def snapshot(self) -> Snapshot:
+        """One of now, a second after the last."""
         self.at += 1.0
-        return Look(self.at, {name: self._item(name) for name in self.runs}, self._listing())
+        return Snapshot(self.at, {name: self._item(name) for name in self.runs}, self._listing())
 
     def _item(self, name: str) -> dict[str, Any]:
         run = self.runs[name]
@@ -45,6 +46,8 @@ class World:
             for kind, (status, reason, message) in run["conditions"].items()
         ]
         status = {"step": run["step"], "targetStep": run.get("target", run["step"]), "conditions": conditions}
+        if run.get("queued") is not None:
+            status["queuePosition"] = run["queued"]
         return {"metadata": {"name": name, "uid": f"uid-{name}"}, "status": status}
 
     def _listing(self) -> AdapterList:
