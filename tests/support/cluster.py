@@ -84,7 +84,7 @@ class Cluster:
 
     def kill(self, title: str) -> int:
         """SIGKILL the one process of this stack whose command line contains `title`; returns its pid."""
-        lines = {p: " ".join(p.cmdline()) for p in self._processes()}
+        lines = {p: _command_line(p) for p in self._processes()}
         found = [p for p, line in lines.items() if title in line and "lorafleet_local.supervise" not in line]
         assert len(found) == 1, f"{title}: {found}"
         os.kill(found[0].pid, signal.SIGKILL)
@@ -92,6 +92,13 @@ class Cluster:
 
     def _processes(self) -> list[psutil.Process]:
         return members(self.stack.state.stack_id, self.stack.state.processes)
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a short-lived child that ended since it was listed
+        return ""
 
 
 def manifest(name: str, **spec: Any) -> dict[str, Any]:
