@@ -23,7 +23,10 @@ up: setup ## Start the one-machine edition for your own `kubectl apply`; POOL=FI
 	@exec $(BIN)/lorafleet-local up --owner $$PPID $(if $(POOL),--pool '$(POOL)')
 
 down: ## Stop everything that this checkout started
-	@if [[ -x $(BIN)/lorafleet-local ]]; then $(BIN)/lorafleet-local down; else echo "no .venv: not set up"; fi
+	@if [[ -x $(BIN)/lorafleet-local ]]; then $(BIN)/lorafleet-local down; \
+	elif grep -qs '"pid"' "$${LORAFLEET_STATE_DIR:-.lorafleet}"/{,demo/}state.json; then \
+	echo "error: .venv is missing, but processes may live: run \`make setup && make down\`" >&2; exit 1; \
+	else echo "no .venv: not set up"; fi
 
 status: ## Show which processes of `make up` live
 	@if [[ ! -x $(BIN)/lorafleet-local ]]; then echo "not running, and not set up: start it with \`make up\`"; \

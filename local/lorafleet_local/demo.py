@@ -2,7 +2,7 @@
 
     up -> task data -> kubectl apply -> kubectl wait Complete, Deregistered (live progress) -> down -> proof
 
-Called by `main`; `demo_full` puts its own play into the same frame. Whatever happens, the stack is down at the end,
+Called by `main`; `demo_full` does more on the same kind of stack. Whatever happens, the stack is down at the end,
 and a guardian sees to that when this process is killed. Raises instead of returning a verdict: no error means that
 every run completed, deregistered and learnt.
 """
@@ -30,8 +30,8 @@ from lorafleet_local.tasks import write_tasks
 
 __all__ = ["DemoError", "Done", "perform", "run_demo"]
 
-Play = Callable[[stack.Stack, Reporter, measure.Results], dict[str, Path]]
-"""What happens on a stack that is up; returns each task's finished adapter."""
+Train = Callable[[stack.Stack, Reporter, measure.Results], dict[str, Path]]
+"""What a demo does on a stack that is up; returns each task's finished adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,22 @@ def run_demo(folder: Path, bench: Path | None) -> None:
     reporter = Reporter()
     with fresh_folder(folder, reporter) as owner:
         done = perform(folder, owner, reporter, _train_three)
+        if wrong := unproven(done.proof):
+            raise DemoError("; ".join(wrong))
         if bench is not None:
             done.results.baseline = run_baseline(done.running, reporter)
             measure.write(bench, done.results, done.proof, reporter.phases, done.wall)
             reporter.say(f"figures: {bench}")
-    if wrong := unproven(done.proof):
-        raise DemoError("; ".join(wrong))
     reporter.say(f"three adapters trained, deregistered and proven in {done.wall:.0f} s; logs and adapters: {folder}")
 
 
-def perform(folder: Path, owner: Process, reporter: Reporter, play: Play) -> Done:
-    """Bring a stack up, play, take it down, prove."""
+def perform(folder: Path, owner: Process, reporter: Reporter, train: Train) -> Done:
+    """Bring a stack up, train on it, take it down, prove."""
     results = measure.Results()
     try:
         running = stack.up(folder, reporter, owner=owner)
         write_tasks(running.storage)
-        adapters = play(running, reporter, results)
+        adapters = train(running, reporter, results)
     finally:
         with reporter.phase("stop"):
             stack.down(folder, reporter)

@@ -29,6 +29,7 @@ DEREGISTER_SECONDS = 120
 _MARKER = ".lorafleet-demo"
 """Names a folder as a demo's own, which the next demo may empty."""
 _API_PATIENCE_SECONDS = 30.0
+"""For an API server that is away for a moment."""
 _POLL_SECONDS = 0.25
 
 Item = dict[str, Any]
@@ -113,7 +114,7 @@ class Watch:
             kind: condition.
             names: adapterrun/NAME.
             seconds: given to kubectl.
-            each: called with the runs at every look.
+            each: called with the runs at every poll.
 
         Raises:
             DemoError: kubectl gave up, a run failed or a process ended.
@@ -130,23 +131,28 @@ class Watch:
             raise DemoError(f"kubectl wait --for=condition={kind}: {errors.strip() or output.strip()}")
 
     def follow(self, done: Callable[[], bool], each: Callable[[list[Item]], None] | None = None) -> None:
-        """Look and show until `done`, and once more.
+        """Poll and show until `done`, and once more.
 
         Raises:
             DemoError: a run failed or a process ended.
         """
         with Progress(self._reporter) as progress:
-            last = False
-            while not last:
-                last = done()
-                items = self.look()
-                progress.update(items)
-                if each is not None:
-                    each(items)
-                time.sleep(0.0 if last else _POLL_SECONDS)
+            last, items = False, None
+            while not last or items is None:
+                last = last or done()
+                items = self.poll()
+                if items is not None:
+                    progress.update(items)
+                    if each is not None:
+                        each(items)
+                time.sleep(0.0 if last and items is not None else _POLL_SECONDS)
 
-    def look(self) -> list[Item]:
-        """The runs now; raises on what cannot end well."""
+    def poll(self) -> list[Item] | None:
+        """The runs now; None while the API server does not answer, which is not the same as no runs.
+
+        Raises:
+            DemoError: what cannot end well.
+        """
         for process in self._running.state.processes:
             if find(process) is None:
                 raise DemoError(f"{process.name} ended\n{log_tail(process.log)}")
@@ -155,7 +161,7 @@ class Watch:
         except httpx.HTTPError as error:
             if time.monotonic() - self._answered > _API_PATIENCE_SECONDS:
                 raise DemoError(f"the API server does not answer: {error}") from error
-            return []
+            return None
         self._answered = time.monotonic()
         for item in items:
             if item["metadata"]["name"] not in self._may_fail:
@@ -174,10 +180,26 @@ class Watch:
             )
 
 
+def list_runs(api: Api) -> dict[str, Item]:
+    """The runs by name, from an API server that may be away for a moment.
+
+    Raises:
+        DemoError: it stays away.
+    """
+    deadline = time.monotonic() + _API_PATIENCE_SECONDS
+    while True:
+        try:
+            return {item["metadata"]["name"]: item for item in api.list("adapterruns", pool.NAMESPACE)}
+        except httpx.HTTPError as error:
+            if time.monotonic() > deadline:
+                raise DemoError(f"the API server does not answer: {error}") from error
+            time.sleep(_POLL_SECONDS)
+
+
 def finish(running: stack.Stack, api: Api, reporter: Reporter, results: measure.Results) -> dict[str, Path]:
     """Show the runs, take the figures; returns each task's finished adapter."""
     reporter.console.print(f"\n$ kubectl get adapterruns\n{running.kubectl('get', 'adapterruns')}", markup=False)
-    items = {item["metadata"]["name"]: item for item in api.list("adapterruns", pool.NAMESPACE)}
+    items = list_runs(api)
     with suppress(httpx.HTTPError):  # figures only: a runtime that restarts now spoils no result
         measure.collect(results, running)
     return {example.task: _adapter(running, items[example.name]) for example in examples()}

@@ -18,30 +18,29 @@ from rich.table import Table
 
 from lorafleet_api.v1alpha1.wire import AdapterList
 from lorafleet_local import measure, stack
-from lorafleet_local.api import Api
 from lorafleet_local.demo import Done, perform
 from lorafleet_local.demo_base import (
     DEREGISTER_SECONDS,
     TRAIN_SECONDS,
     DemoError,
-    Example,
     Item,
     Watch,
     apply,
     examples,
     finish,
     fresh_folder,
+    list_runs,
     read_example,
 )
 from lorafleet_local.demo_proof import unproven
-from lorafleet_local.demo_stories import Scene, stories
+from lorafleet_local.demo_stories import Actions, demo_stories
 from lorafleet_local.report import Reporter
-from lorafleet_local.stories import Director, Look, Story
+from lorafleet_local.stories import Snapshot, Stories, Story
 
 _RUNS = ("late", "paused", "deleted", "broken")
 _LISTING_PATIENCE_SECONDS = 30.0
-_TABLE_WIDTH = 150
-"""Of a log; a terminal says itself how wide it is."""
+_TABLE_WIDTH = 120
+"""Of a log, which rich takes for 80 columns wide; a terminal says itself how wide it is."""
 
 
 def run_demo_full(folder: Path, bench: Path | None) -> None:
@@ -49,42 +48,47 @@ def run_demo_full(folder: Path, bench: Path | None) -> None:
 
     Args:
         folder: wiped first; keeps logs, checkpoints and objects afterwards.
-        bench: where the measured figures go, beside those that are there.
+        bench: where the measured figures go, beside those that are there; only when all went well.
 
     Raises:
         DemoError: a story ended otherwise, a run failed that must not, or did not learn.
         StartError: the stack did not come up.
     """
     reporter = Reporter()
-    play = _Play()
+    demo = _FullDemo()
     with fresh_folder(folder, reporter) as owner:
-        done = perform(folder, owner, reporter, play)
-    wrong = [*play.wrong(), *unproven(done.proof)]
-    if bench is not None:
-        _write(bench, done, play, reporter)
-    if wrong:
+        done = perform(folder, owner, reporter, demo.train)
+    if wrong := [*demo.wrong(), *unproven(done.proof)]:
         raise DemoError("; ".join(wrong))
+    if bench is not None:
+        _write(bench, done, demo.stories, reporter)
     reporter.say(
         f"three adapters trained and proven, four stories ended as they should, in {done.wall:.0f} s; logs: {folder}"
     )
 
 
-class _Play:
-    """The three runs and the stories; called once by `perform`."""
+class _FullDemo:
+    """The three runs and the stories."""
 
     def __init__(self) -> None:
-        self.director: Director | None = None
+        self.stories = Stories([], lambda line: None)
 
-    def __call__(self, running: stack.Stack, reporter: Reporter, results: measure.Results) -> dict[str, Path]:
+    def train(self, running: stack.Stack, reporter: Reporter, results: measure.Results) -> dict[str, Path]:
+        """For `perform`."""
         three = examples()
         extras = {name: read_example(f"demo-full/{name}.yaml", "addition") for name in _RUNS}
         names = [f"adapterrun/{example.name}" for example in three]
+        actions = Actions(
+            kubectl=running.kubectl,
+            apply=lambda name: apply(running, reporter, results, extras[name]),
+            runs={name: example.name for name, example in extras.items()},
+            three=[example.name for example in three],
+        )
+        stories = self.stories = Stories(demo_stories(actions), reporter.say)
         api = running.api()
         try:
             with running.runtime() as runtime:
-                scene = _scene(running, reporter, results, extras, three)
-                director = self.director = Director(stories(scene), reporter.say)
-                each = _looker(director, runtime, reporter)
+                each = _advance(stories, runtime, reporter)
                 watch = Watch(running, api, reporter, results, may_fail=frozenset({extras["broken"].name}))
                 with reporter.phase("training", spinner=False):
                     for example in three:
@@ -93,39 +97,22 @@ class _Play:
                 with reporter.phase("deregister", spinner=False):
                     watch.wait("Deregistered", names, DEREGISTER_SECONDS, each)
                 with reporter.phase("rest of the stories", spinner=False):
-                    watch.follow(lambda: director.over, each)
+                    watch.follow(lambda: stories.over, each)
             adapters = finish(running, api, reporter, results)
-            director.judge_neighbours(_steps(api, {extras["broken"].name}))
+            steps = {name: int(item["status"]["step"]) for name, item in list_runs(api).items()}
+            stories.judge_neighbours({name: step for name, step in steps.items() if name != extras["broken"].name})
             return adapters
         finally:
             api.close()
-            if self.director is not None:
-                _print_stories(reporter, self.director)
+            _print_stories(reporter, stories)
 
     def wrong(self) -> list[str]:
         """What did not go as it should, in words."""
-        if self.director is None:
-            return ["the stories did not begin"]
-        failed = [f"{story.name}: {story.happened}" for story in self.director.stories if not story.ok]
-        return [*failed, *self.director.faults]
+        failed = [f"{story.name}: {story.happened}" for story in self.stories.all if not story.ok]
+        return [*failed, *self.stories.faults]
 
 
-def _scene(
-    running: stack.Stack,
-    reporter: Reporter,
-    results: measure.Results,
-    extras: dict[str, Example],
-    three: list[Example],
-) -> Scene:
-    return Scene(
-        kubectl=running.kubectl,
-        apply=lambda name: apply(running, reporter, results, extras[name]),
-        runs={name: example.name for name, example in extras.items()},
-        three=[example.name for example in three],
-    )
-
-
-def _looker(director: Director, runtime: httpx.Client, reporter: Reporter) -> Callable[[list[Item]], None]:
+def _advance(stories: Stories, runtime: httpx.Client, reporter: Reporter) -> Callable[[list[Item]], None]:
     answered = time.monotonic()
 
     def each(items: list[Item]) -> None:
@@ -138,37 +125,33 @@ def _looker(director: Director, runtime: httpx.Client, reporter: Reporter) -> Ca
             return
         answered = time.monotonic()
         listing = AdapterList.model_validate(answer.json())
-        director.advance(Look(reporter.elapsed(), {item["metadata"]["name"]: item for item in items}, listing))
+        stories.advance(Snapshot(reporter.elapsed(), {item["metadata"]["name"]: item for item in items}, listing))
 
     return each
 
 
-def _steps(api: Api, but: set[str]) -> dict[str, int]:
-    items = {item["metadata"]["name"]: item for item in api.list("adapterruns")}
-    return {name: int(item["status"]["step"]) for name, item in items.items() if name not in but}
-
-
-def _print_stories(reporter: Reporter, director: Director) -> None:
+def _print_stories(reporter: Reporter, stories: Stories) -> None:
     table = Table(padding=(0, 1), show_lines=True, expand=True)
-    for heading in ("Story", "What was done", "What was expected", "What happened", "Seconds", ""):
-        ratio = {"What was done": 2, "What was expected": 3, "What happened": 5}.get(heading)
+    for heading in ("Story", "What was done", "Expected", "Happened", "Steps beside it", "Seconds", ""):
+        ratio = {"What was done": 4, "Expected": 4, "Happened": 5, "Steps beside it": 4}.get(heading)
         table.add_column(heading, justify="right" if heading == "Seconds" else "left", overflow="fold", ratio=ratio)
-    for story in director.stories:
+    for story in stories.all:
         table.add_row(
             story.name,
             story.did,
             story.expected,
-            escape(f"{story.happened}\nmeanwhile: {_neighbours(story)}"),
+            escape(story.happened),
+            _neighbours(story),
             "-" if (seconds := _seconds(story)) is None else f"{seconds:.0f}",
             "ok" if story.ok else "FAILED",
         )
     console = reporter.console
-    if not console.is_terminal:  # rich takes a log for 80 columns wide
+    if not console.file.isatty():
         console = Console(file=console.file, width=_TABLE_WIDTH, highlight=False)
     console.print("\nStories:")
     console.print(table)
     console.print(
-        f"Over all runs and all looks: {'; '.join(director.faults) or 'no step went back, nothing was restarted'}\n",
+        f"Over all runs and all polls: {'; '.join(stories.faults) or 'no step went back, nothing was restarted'}\n",
         soft_wrap=True,
         markup=False,
     )
@@ -179,11 +162,10 @@ def _seconds(story: Story) -> float | None:
 
 
 def _neighbours(story: Story) -> str:
-    return ", ".join(f"{run} {before} -> {after}" for run, (before, after) in story.neighbours.items()) or "nobody"
+    return ", ".join(f"{run} {before}->{after}" for run, (before, after) in story.neighbours.items()) or "nobody"
 
 
-def _write(bench: Path, done: Done, play: _Play, reporter: Reporter) -> None:
-    assert play.director is not None
-    spent = {story.name: seconds for story in play.director.stories if (seconds := _seconds(story)) is not None}
+def _write(bench: Path, done: Done, stories: Stories, reporter: Reporter) -> None:
+    spent = {story.name: seconds for story in stories.all if (seconds := _seconds(story)) is not None}
     measure.write_full(bench, done.wall, reporter.phases, spent)
     reporter.say(f"figures: {bench}")

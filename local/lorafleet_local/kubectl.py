@@ -65,14 +65,16 @@ class Kubectl:
         """Run one command and return its standard output.
 
         Raises:
-            KubectlError: a non-zero exit, with kubectl's message.
+            KubectlError: a non-zero exit, with kubectl's message, or no end within `timeout` seconds.
         """
         process = self.popen(*arguments, stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL)
         try:
             output, errors = process.communicate(stdin, timeout=timeout)
-        except BaseException:
+        except BaseException as error:
             process.kill()
             process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise KubectlError(f"kubectl {' '.join(arguments)}: no end within {timeout:g} s") from error
             raise
         if process.returncode != 0:
             raise KubectlError(f"kubectl {' '.join(arguments)}: exit {process.returncode}: {errors.strip()}")

@@ -133,17 +133,29 @@ def write_full(path: Path, wall: float, phases: dict[str, float], stories: dict[
 
 
 def _update(path: Path, command: str, mine: Callable[[str], bool], rows: list[Result]) -> None:
-    """Replace the rows that `mine` names; commit and date become those of now, and the command is added."""
-    before: dict[str, Any] = {"command": command, "results": []}
-    if path.is_file():
-        before = json.loads(path.read_text())
-    kept = [row for row in before["results"] if not mine(row["name"])]
-    commands = before["command"].split("; ")
-    document = {
+    """Replace the rows that `mine` names; the header becomes that of now, and the command is added.
+
+    A row that stays, but was measured elsewhere or at another commit or day, says so itself.
+    """
+    now = {
         "hardware": hardware(),
         "commit": commit(),
-        "command": "; ".join(dict.fromkeys([*commands, command])),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    before: dict[str, Any] = {**now, "command": command, "results": []}
+    if path.is_file():
+        before = json.loads(path.read_text())
+    kept = []
+    for row in before["results"]:
+        if not mine(row["name"]):
+            origin = {key: row.get(key, before[key]) for key in now}
+            figures = {key: value for key, value in row.items() if key not in now}
+            kept.append({**figures, **{key: value for key, value in origin.items() if value != now[key]}})
+    document = {
+        "hardware": now["hardware"],
+        "commit": now["commit"],
+        "command": "; ".join(dict.fromkeys([*before["command"].split("; "), command])),
+        "date": now["date"],
         "results": sorted([*kept, *rows], key=lambda row: row["name"].startswith(_FULL)),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

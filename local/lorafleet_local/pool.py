@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
+from lorafleet_api.v1alpha1.adapterrun import resolve_spec
 
 POOL_NAME = "demo"
 """The pool that manifests/examples name in poolRef."""
@@ -75,19 +76,48 @@ def read_pool_file(path: Path, defaults: Document) -> Document:
         raise PoolFileError(f"POOL: {path}: no spec; write an AdapterPool as `kubectl apply` takes it")
     if (kind := document.get("kind", "AdapterPool")) != "AdapterPool":
         raise PoolFileError(f"POOL: {path}: kind: {kind!r}; use AdapterPool")
-    if (name := (document.get("metadata") or {}).get("name", POOL_NAME)) != POOL_NAME:
+    metadata = document.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise PoolFileError(f"POOL: {path}: metadata: {metadata!r}; write a mapping, or leave it out")
+    if (name := metadata.get("name", POOL_NAME)) != POOL_NAME:
         raise PoolFileError(f"POOL: {path}: metadata.name: {name!r}; the one pool here is {POOL_NAME!r}")
     own = document["spec"]
     for field, why in _FIXED.items():
         if field in own:
             raise PoolFileError(f"POOL: {path}: spec.{field}: {own[field]!r}; remove it: {why}")
+    if isinstance(base := own.get("baseModel"), dict) and base.get("name") is not None:
+        raise PoolFileError(
+            f"POOL: {path}: spec.baseModel.name: {base['name']!r}; the hub is not read here: set baseModel.path"
+        )
     spec = _merge(defaults, own)
     try:
-        AdapterPoolSpec.model_validate(spec)
+        _refuse_what_does_not_run(AdapterPoolSpec.model_validate(spec))
     except ValidationError as error:
-        found = [f"spec.{'.'.join(map(str, e['loc']))}: {e['input']!r}: {e['msg']}" for e in error.errors()]
-        raise PoolFileError(f"POOL: {path}: {'; '.join(found)}") from error
+        raise PoolFileError(f"POOL: {path}: {'; '.join(_faults(error, 'spec'))}") from error
+    except PoolFileError as error:
+        raise PoolFileError(f"POOL: {path}: {error}") from error
     return spec
+
+
+def _refuse_what_does_not_run(spec: AdapterPoolSpec) -> None:
+    """What an AdapterPool may say, but no runtime of this machine, or no run, can have."""
+    for name, size in (
+        ("trainer.dataParallel", spec.trainer.data_parallel),
+        ("trainer.tensorParallel", spec.trainer.tensor_parallel),
+    ):
+        if size != 1:
+            raise PoolFileError(f"spec.{name}: {size}; the trainer runs on one rank: set it to 1")
+    own = {"poolRef": {"name": POOL_NAME}, "data": "x"}
+    if not {"rmType", "customRmPath", "reward"} & spec.defaults.keys():
+        own["rmType"] = "math"  # a run must name one, the defaults need not
+    try:
+        resolve_spec(own, spec.defaults)
+    except ValidationError as error:
+        raise PoolFileError("; ".join(_faults(error, "spec.defaults"))) from error
+
+
+def _faults(error: ValidationError, prefix: str) -> list[str]:
+    return [f"{'.'.join([prefix, *map(str, e['loc'])])}: {e['input']!r}: {e['msg']}" for e in error.errors()]
 
 
 def _merge(below: Document, above: Document) -> Document:

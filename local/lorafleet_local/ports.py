@@ -45,8 +45,8 @@ def reserve(folder: Path, preferred: int = 0, keep: Iterable[int] = ()) -> int:
         port = next((port for port in candidates if _is_free(port)), None)
         if port is None:
             raise OSError(f"no free port of 127.0.0.1 in {_RANGE.start}-{_RANGE.stop - 1} (pid {os.getpid()})")
-        if port != preferred:
-            owners.pop(preferred, None)
+        if port != preferred and owners.get(preferred) == me:
+            del owners[preferred]
         write_private(register, json.dumps({**owners, port: me}, indent=1).encode() + b"\n")
         return port
 

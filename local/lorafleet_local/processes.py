@@ -12,13 +12,15 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 STACK_ENV = "LORAFLEET_STACK_ID"
+_PART_ENV = "LORAFLEET_STACK_PART"
+"""Name of the part, for what outlived the process that started it."""
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 3.0
@@ -54,7 +56,7 @@ def start(name: str, argv: list[str], log: Path, stack_id: str, env: Mapping[str
         OSError: the command cannot be executed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, **(env or {}), STACK_ENV: stack_id}
+    environment = {**os.environ, **(env or {}), STACK_ENV: stack_id, _PART_ENV: name}
     with log.open("ab") as output:
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment
@@ -109,19 +111,24 @@ def stop(processes: Iterable[Process], grace_seconds: float) -> list[str]:
     return killed
 
 
-def sweep(stack_id: str, grace_seconds: float) -> list[str]:
+def sweep(stack_id: str, grace_seconds: float, but: Collection[str] = ()) -> list[str]:
     """Stop everything that still carries the stack's id, whoever its parent is now.
+
+    Args:
+        stack_id: of the stack.
+        grace_seconds: from SIGTERM to SIGKILL.
+        but: names of parts that are left alone.
 
     Returns:
         Command lines of what was found.
     """
-    found = _with_descendants(_marked(stack_id))
+    found = _with_descendants(_marked(stack_id, but))
     described = [f"{p.pid} {_describe(p)}" for p in found]
     for group in (_without_parents_in(found), found):  # supervisors first: they end their commands, and in order
         for process in group:
             _signal(process, signal.SIGTERM)
         _wait_gone(found, grace_seconds)
-    for process in [*found, *_marked(stack_id)]:
+    for process in [*found, *_marked(stack_id, but)]:
         _signal(process, signal.SIGKILL)
     _wait_gone(found, 5.0)
     return described
@@ -224,8 +231,9 @@ def _short_name(argv: list[str]) -> str:
     return re.sub(r"-[0-9][0-9.]*$", "", Path(script).name)
 
 
-def _marked(stack_id: str) -> list[psutil.Process]:
+def _marked(stack_id: str, but: Collection[str] = ()) -> list[psutil.Process]:
     wanted = f"{STACK_ENV}={stack_id}".encode()
+    unwanted = {f"{_PART_ENV}={name}".encode() for name in but}
     found = []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
@@ -234,7 +242,8 @@ def _marked(stack_id: str) -> list[psutil.Process]:
             environment = Path(f"/proc/{process.pid}/environ").read_bytes()
         except OSError:
             continue
-        if wanted in environment.split(b"\0"):
+        words = set(environment.split(b"\0"))
+        if wanted in words and not unwanted & words:
             found.append(process)
     return found
 

@@ -1,12 +1,15 @@
 """What a user sees while the stack works: one line per finished part, and what is being waited for.
 
 Called by `stack` and `demo`. On a terminal the wait is a live line; elsewhere it is printed when it changes and from
-time to time. Decides nothing.
+time to time. Decides nothing, and goes on when nobody reads any more.
 """
 
+import io
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,15 +17,45 @@ from rich.markup import escape
 _REPEAT_SECONDS = 15.0
 
 
+class _Output(io.TextIOBase):
+    """Standard output, as far as it can still be written to.
+
+    A terminal that was closed fails every write. What fails then is mostly a clean-up that says what it does.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Rich draws with what it can encode."""
+        return self._file.encoding
+
+
 class Reporter:
     """Progress on one console.
 
     Args:
-        console: where to write.
+        console: where to write; standard output, dead or alive, when None.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(file=_Output(sys.stdout), highlight=False)  # type: ignore[arg-type]
         self.started = time.monotonic()
         self.phases: dict[str, float] = {}
         """Seconds of each phase, by name."""

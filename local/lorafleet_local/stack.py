@@ -11,11 +11,13 @@ import json
 import os
 import secrets
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from lorafleet_api.v1alpha1.wire import AdapterList, PoolView
 from lorafleet_local import pool
@@ -33,6 +35,7 @@ from lorafleet_local.processes import (
     find,
     last_error,
     log_tail,
+    members,
     start,
     wait_until,
 )
@@ -47,9 +50,21 @@ _POOL_READY_SECONDS = 300.0
 _APPLY_SECONDS = 60.0
 _OWNER_SECONDS = 120.0
 """A command that was told to end takes its stack down first."""
+_KILL_SECONDS = 10.0
 
 
-__all__ = ["START_ERRORS", "Stack", "disown", "down", "down_if_owned", "find_kubectl", "load", "status", "up"]
+__all__ = [
+    "START_ERRORS",
+    "Stack",
+    "disown",
+    "down",
+    "down_if_owned",
+    "find_kubectl",
+    "is_down",
+    "load",
+    "status",
+    "up",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +149,33 @@ def down(folder: Path, reporter: Reporter) -> bool:
     A command that is bringing it up, or a demo, is told to end first; it takes its stack down itself.
     """
     owner = State.load(folder).owner
-    command = None if owner is None or owner.pid == os.getpid() else find(owner)
-    if owner is not None and command is not None:
-        reporter.say(f"ending the command that runs this stack (pid {owner.pid})")
-        command.terminate()
-        wait_until("its end", lambda: find(owner) is None, _OWNER_SECONDS)
+    ended = owner is not None and owner.pid != os.getpid() and _end_owner(owner, reporter)
     with exclusive(folder):
-        return take_down(State.load(folder), reporter) or command is not None
+        return take_down(State.load(folder), reporter) or ended
+
+
+def _end_owner(owner: Process, reporter: Reporter) -> bool:
+    command = find(owner)
+    if command is None:
+        return False
+    reporter.say(f"ending the command that runs this stack (pid {owner.pid})")
+    with suppress(psutil.NoSuchProcess):
+        command.terminate()
+        command.resume()  # one that was suspended with Ctrl-Z takes the signal only then
+    try:
+        wait_until("its end", lambda: find(owner) is None, _OWNER_SECONDS)
+    except StartError:
+        reporter.say(f"pid {owner.pid} did not end within {_OWNER_SECONDS:.0f} s: killing it")
+        with suppress(psutil.NoSuchProcess):
+            command.kill()
+        wait_until(f"the end of pid {owner.pid} after SIGKILL", lambda: find(owner) is None, _KILL_SECONDS)
+    return True
+
+
+def is_down(folder: Path) -> bool:
+    """Whether no process of the stack lives, recorded or not."""
+    state = State.load(folder)
+    return not members(state.stack_id, state.processes)
 
 
 def down_if_owned(folder: Path, owner: Process, reporter: Reporter) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from lorafleet_local.certs import write_private
 from lorafleet_local.paths import locked
 from lorafleet_local.ports import reserve
-from lorafleet_local.processes import Process
+from lorafleet_local.processes import Process, find
 
 
 @dataclass(slots=True)
@@ -42,7 +42,15 @@ class State:
 
     def __post_init__(self) -> None:
         self.home = self.home or str(self.folder.resolve())
-        self.stack_id = self.stack_id or hashlib.sha256(f"{os.getuid()}:{self.home}".encode()).hexdigest()[:32]
+        if not self.stack_id:
+            self.renew_id()
+
+    def renew_id(self) -> None:
+        """Let the id follow from where the folder is now; for when no process carries the old one.
+
+        A folder that was moved would otherwise share its id with the next one at its old place.
+        """
+        self.stack_id = hashlib.sha256(f"{os.getuid()}:{self.home}".encode()).hexdigest()[:32]
 
     @classmethod
     def load(cls, folder: Path) -> "State":
@@ -58,6 +66,8 @@ class State:
         if state.home != here and Path(state.home).exists():
             return cls(folder)
         state.home = here  # moved: its processes came along
+        if not any(find(process) is not None for process in state.processes):
+            state.renew_id()
         return state
 
     def save(self) -> None:

@@ -1,8 +1,8 @@
-"""Stories: what is done to a run while others train, and what must come of it. Told by generators, played by one loop.
+"""Stories: what is done to a run while others train, and what must come of it. Generators, moved on by one loop.
 
-    story ── yield Expect(what, holds, seconds) ──▶ Director.advance(look), at every look ──▶ next part of the story
+    story ── yield Expect(what, holds, seconds) ──▶ Stories.advance(snapshot), at every poll ──▶ its next action
 
-Called by `demo_full`. A story that does not come true says what it saw and ends; the others go on. The director also
+Called by `demo_full`. A story that does not come true says what it saw and ends; the others go on. `Stories` also
 keeps every run's steps, so that a story can say how its neighbours fared meanwhile. Applies and deletes nothing itself.
 """
 
@@ -22,8 +22,8 @@ class StoryError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Everything at one moment."""
+class Snapshot:
+    """Objects and runtime at one moment."""
 
     at: float
     """Seconds since the demo's start."""
@@ -39,6 +39,10 @@ class Look:
     def is_true(self, name: str, kind: str) -> bool:
         """Whether a condition is True."""
         return bool(self.condition(name, kind)["status"] == "True")
+
+    def queue_position(self, name: str) -> int | None:
+        """Its place in the queue, from 1, by its status; None where it is not queued."""
+        return ((self.items.get(name) or {}).get("status") or {}).get("queuePosition")
 
     def view(self, name: str) -> AdapterView | None:
         """What the runtime says of the run."""
@@ -67,16 +71,14 @@ class Expect:
     """What a story waits for."""
 
     what: str
-    holds: Callable[[Look], bool]
+    holds: Callable[[Snapshot], bool]
     seconds: float
-    sure: Callable[[Look], str | None] | None = None
+    never: Callable[[Snapshot], str | None] | None = None
     """What must not be seen meanwhile: a reason to give up at once, or None."""
 
 
-Telling = Generator[Expect, Look, str]
-"""Yields what it waits for, is sent the look that showed it, returns what happened."""
-Part = Generator[Expect, Look, Look]
-"""A part of a telling, for `yield from`; returns the last look."""
+Waits = Generator[Expect, Snapshot, str]
+"""Yields what it waits for, is sent the snapshot that showed it, returns what happened."""
 
 
 @dataclass(slots=True)
@@ -88,7 +90,7 @@ class Story:
     """Its run's name."""
     did: str
     expected: str
-    tell: Callable[["Director"], Telling]
+    begin: Callable[["Stories"], Waits]
     begun: float | None = None
     """When it did something first; waiting for its turn does not count."""
     ended: float | None = None
@@ -103,82 +105,81 @@ class Story:
         return self.ended is not None
 
 
-class Director:
-    """Plays stories side by side.
+class Stories:
+    """Moves stories on side by side.
 
     Args:
         stories: in the order of the table.
-        say: tells one line.
+        say: shows one line.
     """
 
     def __init__(self, stories: list[Story], say: Callable[[str], None]) -> None:
-        self.stories = stories
+        self.all = stories
         self._say = say
-        self._tellings = {story.name: story.tell(self) for story in stories}
+        self._running = {story.name: story.begin(self) for story in stories}
         self._waits: dict[str, tuple[Expect, float]] = {}
         self._steps: dict[str, int] = {}
-        self.look: Look | None = None
-        """The newest."""
+        self.newest: Snapshot | None = None
         self.faults: list[str] = []
         """Steps that went back, restarts: what no story allows."""
 
     @property
     def over(self) -> bool:
         """Every story ended."""
-        return all(story.over for story in self.stories)
+        return all(story.over for story in self.all)
 
     def story(self, name: str) -> Story:
         """The story of that name."""
-        return next(story for story in self.stories if story.name == name)
+        return next(story for story in self.all if story.name == name)
 
-    def tell(self, name: str, line: str) -> None:
+    def say(self, name: str, line: str) -> None:
         """One line of a story, live; the first one begins it."""
         story = self.story(name)
-        if story.begun is None and self.look is not None:
-            story.begun = self.look.at
-            story.neighbours = {run: (self.look.step(run), 0) for run in _training(self.look) if run != story.run}
+        if story.begun is None and self.newest is not None:
+            story.begun = self.newest.at
+            story.neighbours = {run: (self.newest.step(run), 0) for run in _training(self.newest) if run != story.run}
         self._say(f"[{name}] {line}")
 
-    def advance(self, look: Look) -> None:
+    def advance(self, snapshot: Snapshot) -> None:
         """Go on with every story whose wait is over."""
-        self._check(look)
-        self.look = look
-        for story in self.stories:
+        self._check(snapshot)
+        self.newest = snapshot
+        for story in self.all:
             if not story.over:
-                self._advance(story, look)
+                self._advance(story, snapshot)
 
-    def _advance(self, story: Story, look: Look) -> None:
+    def _advance(self, story: Story, snapshot: Snapshot) -> None:
         wait = self._waits.get(story.name)
         try:
             if wait is not None:
                 expect, since = wait
-                trouble = expect.sure(look) if expect.sure is not None else None
+                trouble = expect.never(snapshot) if expect.never is not None else None
                 if trouble is not None:
                     raise StoryError(f"while waiting for {expect.what}: {trouble}")
-                if not expect.holds(look):
-                    if look.at - since > expect.seconds:
+                if not expect.holds(snapshot):
+                    if snapshot.at - since > expect.seconds:
                         raise StoryError(
-                            f"{expect.what}: not within {expect.seconds:.0f} s; {_describe(look, story.run)}"
+                            f"{expect.what}: not within {expect.seconds:.0f} s; {_describe(snapshot, story.run)}"
                         )
                     return
-            telling = self._tellings[story.name]
-            following = next(telling) if wait is None else telling.send(look)
-            self._waits[story.name] = (following, look.at)
+            waits = self._running[story.name]
+            following = next(waits) if wait is None else waits.send(snapshot)
+            self._waits[story.name] = (following, snapshot.at)
         except StopIteration as end:
-            self._end(story, look, str(end.value), ok=True)
+            self._end(story, snapshot, str(end.value), ok=True)
         except (StoryError, KubectlError) as error:
-            self._end(story, look, str(error), ok=False)
+            self._end(story, snapshot, str(error), ok=False)
 
-    def _end(self, story: Story, look: Look, happened: str, *, ok: bool) -> None:
-        self.tell(story.name, f"{'ok' if ok else 'FAILED'}: {happened}")
-        story.ended, story.happened, story.ok = look.at, happened, ok
-        story.neighbours = {run: (before, look.step(run)) for run, (before, _) in story.neighbours.items()}
+    def _end(self, story: Story, snapshot: Snapshot, happened: str, *, ok: bool) -> None:
+        self.say(story.name, f"{'ok' if ok else 'FAILED'}: {happened}")
+        story.ended, story.happened, story.ok = snapshot.at, happened, ok
+        story.neighbours = {run: (before, snapshot.step(run)) for run, (before, _) in story.neighbours.items()}
 
-    def _check(self, look: Look) -> None:
-        for view in look.listing.adapters:
+    def _check(self, snapshot: Snapshot) -> None:
+        for view in snapshot.listing.adapters:
             before = self._steps.get(view.uid, 0)
             if view.step < before:
-                self.faults.append(f"{view.name} went back from step {before} to {view.step} at {look.at:.1f} s")
+                self.faults.append(f"{view.name} went back from step {before} to {view.step} at {snapshot.at:.1f} s")
             self._steps[view.uid] = view.step
             if view.restarts and (fault := f"{view.name} restarted {view.restarts} times") not in self.faults:
                 self.faults.append(fault)
@@ -189,19 +190,21 @@ class Director:
         Args:
             targets: last step of each run that must have completed.
         """
-        for story in self.stories:
+        for story in self.all:
             stuck = [run for run, (before, _) in story.neighbours.items() if run in targets and targets[run] <= before]
             if stuck:
                 story.ok = False
                 story.happened += f"; no step afterwards: {', '.join(stuck)}"
 
 
-def _training(look: Look) -> list[str]:
-    return [view.name for view in look.listing.adapters if view.state == "ACTIVE"]
+def _training(snapshot: Snapshot) -> list[str]:
+    return [view.name for view in snapshot.listing.adapters if view.state == "ACTIVE"]
 
 
-def _describe(look: Look, run: str) -> str:
-    if run not in look.items:
+def _describe(snapshot: Snapshot, run: str) -> str:
+    if run not in snapshot.items:
         return f"{run} does not exist"
-    ready = look.condition(run, "Ready")
-    return f"{run} is at step {look.step(run)}, Ready={ready['status']} ({ready['reason']}) {ready.get('message', '')}"
+    ready = snapshot.condition(run, "Ready")
+    return (
+        f"{run} is at step {snapshot.step(run)}, Ready={ready['status']} ({ready['reason']}) {ready.get('message', '')}"
+    )

@@ -1,7 +1,7 @@
 """Takes a stack down: operator and runtime, controller manager, API server, etcd, then whatever carries the stack's id.
 
-Called by `stack`, under its lock. Needs no state file: the id follows from the folder. Also owns Ray's temporary
-folders, which it finds by their marker.
+Called by `stack`, under its lock. Needs no state file: the id follows from the folder. A part whose supervisor is dead
+gets the time that it would have had from it. Also owns Ray's temporary folders, which it finds by their marker.
 """
 
 import shutil
@@ -18,8 +18,8 @@ from lorafleet_local.state import State
 from lorafleet_local.supervise import GRACE_SECONDS
 
 _CONTROL_PLANE = ("kube-controller-manager", "kube-apiserver", "etcd")
-_LOST_SECONDS = 20.0
-"""For everything at once where the state file is lost: the runtime saves its runs meanwhile."""
+_STRAY_SECONDS = 3.0
+"""For what is left of a part that was stopped."""
 _PREFIX, _MARKER = "lf-", "stack"
 
 
@@ -38,13 +38,16 @@ def take_down(state: State, reporter: Reporter) -> bool:
     """
     with _uninterrupted():
         parts = [process for process in state.processes if process.name not in _CONTROL_PLANE]
+        watched = bool(parts) and all(find(process) is not None for process in parts)
         alive = any(find(process) is not None for process in state.processes)
         if alive:
             reporter.say("stopping")
         killed = stop(parts, GRACE_SECONDS + 5.0)
+        # A runtime without its supervisor still has runs to save, and so it has where the state file is lost.
+        killed += sweep(state.stack_id, _STRAY_SECONDS if watched else GRACE_SECONDS, but=_CONTROL_PLANE)
         for name in _CONTROL_PLANE:
             killed += stop([process for process in state.processes if process.name == name], 10.0)
-        killed += sweep(state.stack_id, 3.0 if state.processes else _LOST_SECONDS)
+        killed += sweep(state.stack_id, 10.0)
         for line in killed:
             reporter.say(f"had to end {line}")
         left = [process for process in state.processes if find(process) is not None]
@@ -57,6 +60,7 @@ def take_down(state: State, reporter: Reporter) -> bool:
         for temporary in _ray_temp_dirs(state):
             _keep_ray_logs(temporary, state.folder / "log" / "ray")
         state.processes, state.ready = [], False
+        state.renew_id()
         if state.folder.is_dir() and (state.folder / "state.json").exists():
             state.save()
         return alive or bool(killed)

@@ -103,6 +103,24 @@ class Miles:
         assert self.registry.cleaned(run.uid)
 
 
+async def trained_to(miles: Miles, name: str, step: int) -> Any:
+    """A run that was started and has done some steps, with its record up to date."""
+    assert (await miles.post(name)).status_code == 200
+    run = miles.activate(name)
+    for _ in range(step):
+        miles.step(run)
+    await miles.runs.flush()
+    return run
+
+
+async def ended(miles: Miles, name: str) -> Any:
+    """A run that never trained and is over."""
+    assert (await miles.post(name)).status_code == 200
+    await miles.client.delete(f"/adapter_runs/{name}")
+    await miles.runs.flush()
+    return miles.run(name)
+
+
 def miles_config(**changes: Any) -> dict[str, Any]:
     """A run of two groups of two samples per step, three steps, as users of miles write it."""
     config: dict[str, Any] = {

@@ -106,6 +106,8 @@ class World:
 
     def _watch(self, kind: Any, event: str, obj: Object) -> None:
         key = Key(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
+        if self.settings.namespace not in (None, key.namespace):
+            return
         if event == "DELETED":
             self._store.remove(key, obj["metadata"]["uid"])
         else:
@@ -151,7 +153,7 @@ class World:
         controller = Controller(self._store, self._queue, kube, self.settings, self.links)
         try:
             for kind in KINDS:
-                listing = await kube.list(kind, None)
+                listing = await kube.list(kind, self.settings.namespace)
                 self._store.replace_all(kind, [dict(item) for item in listing.items], listing.version)
                 for key in self._store.keys(kind):
                     self._queue.add(key)

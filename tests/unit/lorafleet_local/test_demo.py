@@ -1,5 +1,6 @@
 """The demo fails loudly: on a failed run, a dead process, a wrong manifest, a second demo."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ import httpx
 import pytest
 import yaml
 
-from lorafleet_local import demo, demo_base
+from lorafleet_local import demo, demo_base, demo_full
 from lorafleet_local.demo import DemoError, run_demo
 from lorafleet_local.demo_base import Watch, examples
 from lorafleet_local.measure import Results
@@ -26,15 +27,16 @@ def run(**conditions: str) -> dict[str, Any]:
 
 
 class FakeApi:
-    """Answers with the given lists, then raises."""
+    """Answers with the given lists; raises for None, and at their end."""
 
-    def __init__(self, *answers: list[dict[str, Any]]) -> None:
+    def __init__(self, *answers: list[dict[str, Any]] | None) -> None:
         self.answers = list(answers)
 
     def list(self, kind: str, namespace: str) -> list[dict[str, Any]]:
-        if not self.answers:
+        answer = self.answers.pop(0) if self.answers else None
+        if answer is None:
             raise httpx.ConnectError("refused")
-        return self.answers.pop(0)
+        return answer
 
 
 def watch(api: FakeApi, tmp_path: Path, *processes: Process, may_fail: frozenset[str] = frozenset()) -> Watch:
@@ -44,27 +46,27 @@ def watch(api: FakeApi, tmp_path: Path, *processes: Process, may_fail: frozenset
 
 def test_a_failed_run_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match=r"addition failed: DataError: data: x\.jsonl is missing"):
-        watch(FakeApi([run(Failed="True")]), tmp_path).look()
+        watch(FakeApi([run(Failed="True")]), tmp_path).poll()
 
 
 def test_a_run_that_may_fail_does_not_end_it(tmp_path: Path) -> None:
-    assert len(watch(FakeApi([run(Failed="True")]), tmp_path, may_fail=frozenset({"addition"})).look()) == 1
+    assert len(watch(FakeApi([run(Failed="True")]), tmp_path, may_fail=frozenset({"addition"})).poll()) == 1
 
 
 def test_a_dead_process_ends_the_demo_with_its_log(tmp_path: Path) -> None:
     (tmp_path / "etcd.log").write_text("disk full\n")
     dead = Process("etcd", 2**22 - 1, 1, str(tmp_path / "etcd.log"))
     with pytest.raises(DemoError, match="etcd ended\n  disk full"):
-        watch(FakeApi([]), tmp_path, dead).look()
+        watch(FakeApi([]), tmp_path, dead).poll()
 
 
 def test_a_short_absence_of_the_api_server_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watching = watch(FakeApi([run(Registered="True")]), tmp_path)
-    assert len(watching.look()) == 1
-    assert watching.look() == []
+    assert len(watching.poll()) == 1
+    assert watching.poll() is None
     monkeypatch.setattr(demo_base, "_API_PATIENCE_SECONDS", -1.0)
     with pytest.raises(DemoError, match="API server does not answer: refused"):
-        watching.look()
+        watching.poll()
 
 
 def write_examples(root: Path, pool_name: str) -> None:
@@ -108,3 +110,36 @@ def test_whatever_fails_the_stack_goes_down(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         run_demo(tmp_path / "demo", None)
     assert downs == [tmp_path / "demo"] * 2  # before, against leftovers, and after
+
+
+def test_an_absence_of_the_api_server_is_no_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_base, "_POLL_SECONDS", 0.0)
+    api = FakeApi([run(Registered="True")], None, None, [run(Registered="True")])
+    seen: list[list[dict[str, Any]]] = []
+    watch(api, tmp_path).follow(lambda: len(api.answers) < 3, seen.append)
+    assert [len(items) for items in seen] == [1, 1], "two polls without an answer show nothing"
+
+
+def test_the_last_reading_waits_for_the_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_base, "_POLL_SECONDS", 0.0)
+    assert demo_base.list_runs(FakeApi(None, [run()])).keys() == {"addition"}  # type: ignore[arg-type]
+    monkeypatch.setattr(demo_base, "_API_PATIENCE_SECONDS", 0.0)
+    with pytest.raises(DemoError, match="API server does not answer: refused"):
+        demo_base.list_runs(FakeApi())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("full", [True, False])
+def test_figures_are_written_after_success_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proven: bool, full: bool
+) -> None:
+    score = {"mean_reward": 0.0}
+    task = {"prompts": 64, "before": score, "after": score, "proven": proven}
+    done = demo.Done(SimpleNamespace(), Results(), {"required_gain": 0.3, "tasks": {"json": task}}, 1.0)  # type: ignore[arg-type]
+    module = demo_full if full else demo
+    monkeypatch.setattr(module, "perform", lambda *arguments: done)
+    monkeypatch.setattr(demo, "run_baseline", lambda *arguments: None)
+    bench = tmp_path / "demo.json"
+    with nullcontext() if proven else pytest.raises(DemoError, match="reward gain below"):
+        (demo_full.run_demo_full if full else run_demo)(tmp_path / "demo", bench)
+    assert bench.exists() is proven

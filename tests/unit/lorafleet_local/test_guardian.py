@@ -33,11 +33,39 @@ with guarded(folder) as me:
 """
 
 
+IN_A_TERMINAL = """
+import fcntl, sys, termios, time
+from pathlib import Path
+from lorafleet_local import main, stack
+from lorafleet_local.guardian import guarded
+from lorafleet_local.processes import start
+from lorafleet_local.report import Reporter
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+folder = Path(sys.argv[1])
+def bring_up(state, reporter, spec, progress_seconds):
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    state.add(start("part", sleep, state.log("part"), state.stack_id))
+    with reporter.phase("pool ready"):
+        reporter.say("up")
+        time.sleep(60)
+stack._bring_up = bring_up
+main._prepare()
+with guarded(folder) as me:
+    stack.up(folder, Reporter(), {"slots": 1}, owner=me)
+"""
+DEAF = "import signal; signal.signal(signal.SIGTERM, lambda number, frame: None)" + COMMAND
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def code() -> str:
+    return COMMAND
+
+
+@pytest.fixture
+def command(tmp_path: Path, code: str) -> Iterator[subprocess.Popen[str]]:
     folder = tmp_path / "state"
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, str(folder)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
@@ -123,3 +151,92 @@ def test_the_usage_needs_a_released_byte(tmp_path: Path) -> None:
 def test_the_lock_is_free_while_a_command_is_watched(tmp_path: Path) -> None:
     with guarded(tmp_path), exclusive(tmp_path):
         pass
+
+
+def test_a_closed_terminal_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, str(folder)],
+        stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(slave)
+    try:
+        said = b""
+        while b"up" not in said:
+            said += os.read(master, 1000)
+        (part,) = State.load(folder).processes
+        os.close(master)
+        assert process.wait(20.0) == 128 + signal.SIGHUP
+        assert find(part) is None, "the command itself takes its stack down"
+        wait_until("the guardian's end", lambda: guardians(folder) == [], 20.0)
+        assert State.load(folder).owner is None
+    finally:
+        process.kill()
+        process.wait()
+        sweep(State.load(folder).stack_id, 0.0)
+
+
+def test_a_command_that_fails_with_its_stack_up_leaves_it_to_the_guardian(tmp_path: Path) -> None:
+    code = COMMAND.replace('print("up", flush=True)\n    time.sleep(60)', 'raise OSError("clean-up failed")')
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=20.0)
+    assert "clean-up failed" in done.stderr
+    wait_until("the guardian's end", lambda: guardians(tmp_path) == [], 20.0)
+    state = State.load(tmp_path)
+    assert (state.processes, state.owner, stack.is_down(tmp_path)) == ([], None, True)
+
+
+def test_a_command_that_fails_with_its_stack_down_ends_its_guardian(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="early"), guarded(tmp_path):
+        raise OSError("early")
+    assert guardians(tmp_path) == []
+
+
+def test_down_ends_a_suspended_command(command: subprocess.Popen[str], tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    (part,) = State.load(folder).processes
+    os.kill(command.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, command.pid, os.WSTOPPED)
+    stack.down(folder, Reporter())
+    assert command.wait(5.0) == -signal.SIGTERM
+    assert find(part) is None
+
+
+@pytest.mark.parametrize("code", [DEAF], ids=["deaf"])
+def test_down_kills_a_command_that_does_not_end(
+    command: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stack, "_OWNER_SECONDS", 0.3)
+    folder = tmp_path / "state"
+    (part,) = State.load(folder).processes
+    assert stack.down(folder, Reporter())
+    assert command.wait(5.0) == -signal.SIGKILL
+    assert find(part) is None
+    assert f"pid {command.pid} did not end" in capsys.readouterr().out
+
+
+def test_a_killed_pytest_leaves_no_stack(tmp_path: Path) -> None:
+    code = """
+import os, sys, types
+from pathlib import Path
+sys.modules["support.tiny_model"] = types.SimpleNamespace(make_tiny_model=lambda folder: folder)
+from lorafleet_local.processes import start
+from lorafleet_local.state import State
+from support import tiny_stack
+def up(folder, reporter, progress_seconds, spec, owner=None):
+    state = State(folder, owner=owner)
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    state.add(start("part", sleep, state.log("part"), state.stack_id))
+    os.kill(os.getpid(), 9)
+tiny_stack.up = up
+with tiny_stack.tiny_stack(Path(sys.argv[1])):
+    pass
+"""
+    folder = tmp_path / "state"
+    search = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=search, timeout=20.0)
+    try:
+        assert killed.returncode == -signal.SIGKILL
+        wait_until("the end of the stack", lambda: stack.is_down(folder), 20.0)
+    finally:
+        sweep(State.load(folder).stack_id, 0.0)

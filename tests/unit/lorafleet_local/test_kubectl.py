@@ -42,3 +42,11 @@ def test_failure_carries_kubectls_message(tmp_path: Path, monkeypatch: pytest.Mo
     own_kubectl(tmp_path, "v1.37.0", monkeypatch)
     with pytest.raises(KubectlError, match=r"kubectl apply -f x: exit 1: denied: apply -f x"):
         Kubectl(Path("/k"))("apply", "-f", "x")
+
+
+def test_one_that_does_not_end_is_an_error_of_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = own_kubectl(tmp_path, "v1.37.0", monkeypatch)
+    kubectl = Kubectl(Path("/k"))
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(KubectlError, match=r"kubectl get pods: no end within 0\.2 s"):
+        kubectl("get", "pods", timeout=0.2)

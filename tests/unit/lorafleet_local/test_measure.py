@@ -111,3 +111,20 @@ def test_a_story_that_is_gone_leaves_no_row(tmp_path: Path) -> None:
     measure.write_full(tmp_path / "demo.json", 510.0, {}, {"new": 1.0})
     names = [result["name"] for result in json.loads((tmp_path / "demo.json").read_text())["results"]]
     assert names == ["demo_full.wall_seconds", "demo_full.story.new_seconds"]
+
+
+def test_a_row_that_stays_keeps_its_own_commit_and_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "demo.json"
+    monkeypatch.setattr(measure, "hardware", lambda: "two cores")
+    monkeypatch.setattr(measure, "commit", lambda: "old")
+    measure.write(path, observed(), PROOF, {}, 240.0)
+    monkeypatch.setattr(measure, "commit", lambda: "new")
+    for wall in (500.0, 510.0):
+        measure.write_full(path, wall, {}, {})
+    document = json.loads(path.read_text())
+    assert document["commit"] == "new"
+    assert row(document, "demo.wall_seconds")["commit"] == "old"
+    assert "date" not in row(document, "demo.wall_seconds"), "the header's"
+    assert "commit" not in row(document, "demo_full.wall_seconds")
+    measure.write(path, observed(), PROOF, {}, 250.0)
+    assert "commit" not in row(json.loads(path.read_text()), "demo.wall_seconds")

@@ -66,6 +66,12 @@ def test_a_pool_file_is_laid_over_the_defaults(tmp_path: Path) -> None:
         ("spec: {endpoint: {url: x}}", r"spec\.endpoint: .*remove it"),
         ("kind: AdapterRun\nspec: {rank: 4}", r"kind: 'AdapterRun'; use AdapterPool"),
         ("metadata: {name: mine}\nspec: {slots: 2}", r"metadata\.name: 'mine'; the one pool here is 'demo'"),
+        ("spec: {baseModel: {name: org/model}}", r"spec\.baseModel\.name: 'org/model'; .*set baseModel\.path"),
+        ("metadata: [1]\nspec: {slots: 2}", r"metadata: \[1\]; write a mapping"),
+        ("spec: {trainer: {dataParallel: 2}}", r"spec\.trainer\.dataParallel: 2; .*set it to 1"),
+        ("spec: {trainer: {tensorParallel: 4}}", r"spec\.trainer\.tensorParallel: 4; .*set it to 1"),
+        ("spec: {defaults: {rank: -3}}", r"spec\.defaults\.rank: -3: .*greater"),
+        ("spec: {defaults: {rnak: 3}}", r"spec\.defaults\.rnak: 3"),
         ("slots: 2", "no spec"),
         ("- a\n- b", "no spec"),
         ("spec: {", "mine.yaml"),
@@ -79,3 +85,14 @@ def test_a_bad_pool_file_says_what_is_wrong(tmp_path: Path, text: str, words: st
 def test_a_missing_pool_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(pool.PoolFileError, match=r"nowhere\.yaml"):
         pool.read_pool_file(tmp_path / "nowhere.yaml", spec(tmp_path))
+
+
+@pytest.mark.parametrize("defaults", ["{rank: 4}", "{customRmPath: mine.reward}", "{optimizer: {lr: 0.1}}"])
+def test_defaults_need_not_make_a_whole_run(tmp_path: Path, defaults: str) -> None:
+    merged = pool.read_pool_file(pool_file(tmp_path, f"spec: {{defaults: {defaults}}}"), spec(tmp_path))
+    assert merged["defaults"] == {"maxStaleness": 0} | yaml.safe_load(defaults)
+
+
+def test_a_base_model_of_ones_own_is_a_path(tmp_path: Path) -> None:
+    merged = pool.read_pool_file(pool_file(tmp_path, "spec: {baseModel: {path: /m}}"), spec(tmp_path))
+    assert merged["baseModel"] == {"path": "/m", "dtype": "float32"}

@@ -71,3 +71,14 @@ def test_processes_that_ask_at_once_get_different_ports(tmp_path: Path) -> None:
     got = [process.communicate()[0] for process in asking]
     assert len(set(got)) == len(folders)
     assert all(20000 <= int(port) < 30000 for port in got)
+
+
+def test_asking_for_another_folders_port_does_not_cost_it_that_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "_RANGE", range(20000, 20040))
+    one, two = folder(tmp_path, "one"), folder(tmp_path, "two")
+    port = reserve(one)
+    monkeypatch.setattr(ports, "_RANGE", range(20000, 20003))
+    for _ in range(10):
+        assert reserve(two, preferred=port) != port

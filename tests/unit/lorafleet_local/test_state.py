@@ -4,7 +4,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from lorafleet_local.processes import Process
+from lorafleet_local.processes import Process, this_process
 from lorafleet_local.state import State
 
 
@@ -42,10 +42,19 @@ def test_a_copy_of_the_folder_owns_nothing(tmp_path: Path) -> None:
 
 def test_a_moved_folder_keeps_its_processes(tmp_path: Path) -> None:
     state = State(tmp_path / "a")
-    state.add(Process("etcd", 42, 777, "/log"))
+    state.add(this_process("etcd"))
     shutil.move(tmp_path / "a", tmp_path / "b")
     moved = State.load(tmp_path / "b")
     assert (moved.processes, moved.stack_id) == (state.processes, state.stack_id)
+
+
+def test_a_moved_folder_leaves_its_id_to_the_next_one_there(tmp_path: Path) -> None:
+    State(tmp_path / "a").add(Process("etcd", 42, 777, "/log"))
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    moved = State.load(tmp_path / "b")
+    moved.save()
+    assert State.load(tmp_path / "b").stack_id == moved.stack_id == State(tmp_path / "b").stack_id
+    assert moved.stack_id != State.load(tmp_path / "a").stack_id
 
 
 def test_only_the_owner_reads_it(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What a stack started is found and ended even when its state folder is half gone, and nobody else's is touched."""
 
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from lorafleet_local import stack, takedown
-from lorafleet_local.processes import Process, find, start, sweep
+from lorafleet_local.processes import Process, find, start, sweep, wait_until
 from lorafleet_local.report import Reporter
 from lorafleet_local.state import State
-from lorafleet_local.takedown import make_ray_temp_dir
+from lorafleet_local.supervise import supervised
+from lorafleet_local.takedown import make_ray_temp_dir, take_down
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 
@@ -60,3 +63,59 @@ def test_rays_folder_goes_and_its_logs_stay(tmp_path: Path, monkeypatch: pytest.
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_clone_at_the_old_place_spares_a_moved_stack(tmp_path: Path, parts: tuple[Process, Process]) -> None:
+    shutil.move(tmp_path / "mine", tmp_path / "moved")
+    state = State.load(tmp_path / "moved")
+    take_down(state, Reporter())  # as `up` does first
+    assert find(parts[0]) is None
+    again = state.add(start("part", SLEEP, state.log("part"), state.stack_id))
+    try:
+        stack.down(tmp_path / "mine", Reporter())  # a new clone
+        assert find(again) is not None
+    finally:
+        sweep(state.stack_id, 0.0)
+
+
+HEAD = """
+import pathlib, signal, sys, time
+def save(number, frame):
+    time.sleep(0.6)
+    pathlib.Path(sys.argv[1], "saved").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], "head").touch()
+time.sleep(60)
+"""
+ETCD = """
+import pathlib, signal, sys, time
+def end(number, frame):
+    pathlib.Path(sys.argv[1], "etcd saw " + str(pathlib.Path(sys.argv[1], "saved").exists())).touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(sys.argv[1], "etcd").touch()
+time.sleep(60)
+"""
+
+
+def test_a_runtime_without_its_supervisor_saves_before_the_control_plane_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takedown, "_STRAY_SECONDS", 0.1)
+    folder = tmp_path / "state"
+    state = State(folder)
+    for name, code in (("etcd", ETCD), ("runtime", HEAD)):
+        argv = supervised(name, [sys.executable, "-S", "-c", code, str(tmp_path)])
+        state.add(start(name, argv, state.log(name), state.stack_id))
+    try:
+        wait_until("both to start", lambda: (tmp_path / "etcd").exists() and (tmp_path / "head").exists(), 10.0)
+        supervisor = state.process("runtime")
+        assert supervisor is not None
+        os.kill(supervisor.pid, signal.SIGKILL)
+        os.waitpid(supervisor.pid, 0)
+        stack.down(folder, Reporter())
+        assert (tmp_path / "saved").exists()
+        assert (tmp_path / "etcd saw True").exists()
+    finally:
+        sweep(state.stack_id, 0.0)

@@ -3,18 +3,28 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from lorafleet_local import stack
 from lorafleet_local.processes import find, members
 from lorafleet_local.report import Reporter
+from support.chaos import Chaos
 from support.cluster import Cluster
 from support.tiny_stack import tiny_stack
 
 INIT = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, _node_ip_address='127.0.0.2'); print('in')"
+
+
+@pytest.fixture
+def cluster(chaos: Chaos) -> Iterator[Cluster]:
+    """The stack of all scenarios, and beside it the test's own; without runs afterwards."""
+    yield chaos.cluster
+    chaos.cluster.kubectl("delete", "adapterruns", "--all", "--timeout=90s", timeout=100.0)
 
 
 def test_two_stacks_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
@@ -61,7 +71,9 @@ def ray_address(cluster: Cluster) -> str:
 def joins_ray(with_token_of: Cluster, head_of: Cluster) -> bool:
     """Whether the Ray token of one stack opens the Ray head of another."""
     token = {name: value for name, value in serve(with_token_of).environ().items() if name.startswith("RAY_AUTH")}
-    done = subprocess.run(
-        [sys.executable, "-c", INIT, ray_address(head_of)], env={**os.environ, **token}, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", INIT, ray_address(head_of)]
+    try:
+        done = subprocess.run(command, env={**os.environ, **token}, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:  # Ray goes on trying for a minute where it is refused
+        return False
     return done.stdout.strip() == "in"
