@@ -56,7 +56,8 @@ def _env(name: str) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the operator; the exit code is 0 after a signal, 1 when the watches ended, 2 on bad flags, 3 when fenced."""
+    """Runs the operator; the exit code is 0 after a signal, 1 when a part of it ended, 2 on bad flags, 3 when
+    fenced, once the other operator is silent."""
     settings, level = parse(argv)
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     for noisy in ("httpx", "httpcore", "kopf", "asyncio"):

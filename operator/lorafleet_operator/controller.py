@@ -21,13 +21,14 @@ from lorafleet_operator.kube.client import KubeClient
 from lorafleet_operator.pool.backoff import Backoff
 from lorafleet_operator.pool.links import Links
 from lorafleet_operator.queue import KeyedQueue
+from lorafleet_operator.reconcile import conditions
 from lorafleet_operator.reconcile.observed import Object, Observed, Refusal
 from lorafleet_operator.reconcile.plan import Notice, Plan
 from lorafleet_operator.reconcile.pool import pool_status
 from lorafleet_operator.reconcile.run import plan_run
-from lorafleet_operator.reconcile.throttle import write_in
+from lorafleet_operator.reconcile.throttle import Intervals, is_place, write_in
 from lorafleet_operator.settings import Settings
-from lorafleet_operator.status.writer import StatusWriter
+from lorafleet_operator.status.writer import StatusWriter, Turns
 from lorafleet_operator.store import Key, Store, pool_key_of
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 POOL_PROGRESS_SECONDS = 2.0
 FINALIZER_TRIES = 8
 REJECTED_RETRY_SECONDS = 30.0
+BUSY_RETRY_SECONDS = 1.0
+"""A place in the queue lets everything else be written first."""
 
 
 class Controller:
@@ -58,6 +61,7 @@ class Controller:
         self._writer = StatusWriter(kube, settings.writes_per_second)
         self._refusals: dict[str, Refusal] = {}
         self._written: dict[Key, float] = {}
+        self._places: Turns[Key] = Turns(settings.places_per_second)
         self._backoff: dict[Key, Backoff] = {}
 
     async def work(self) -> None:
@@ -97,6 +101,7 @@ class Controller:
             return await self._reconcile_pool(key, obj)
         if obj is None:
             self._written.pop(key, None)
+            self._places.drop(key)
             return None
         return await self._reconcile_run(key, obj)
 
@@ -133,7 +138,7 @@ class Controller:
         waits = [plan.again_in]
         if plan.status is not None:
             waits.append(await self._write_status(key, run, lambda fresh: self._plan(fresh).status, self._interval()))
-        if self._flags(run) != self._flags(self._store.get(key)):
+        if _flags(run) != _flags(self._store.get(key)):
             await self._record(run, plan.notices)
             waits.append(0.0)
         elif plan.remove_finalizer:
@@ -150,14 +155,11 @@ class Controller:
         """DESIGN: at most one progress write per run per max(15 s, active runs / 10 per second)."""
         return max(self._settings.progress_seconds, self._links.active_runs() / 10.0)
 
-    def _queue_interval(self) -> float:
-        """At most one queue position per run per minute; more often in a short queue, where people compare places."""
-        return min(self._settings.queue_position_seconds, max(1.0, self._links.queued_runs() / 10.0))
-
-    @staticmethod
-    def _flags(obj: Object | None) -> list[tuple[str, str, str]]:
-        status = (obj or {}).get("status") or {}
-        return [(c["type"], c["status"], c["reason"]) for c in status.get("conditions") or []]
+    def _place_interval(self) -> float:
+        """A place in the queue alone is written once a minute per run; in a short queue, where people compare places,
+        as often as `places_per_second` lets all of them. In a long one, `Turns` makes it rarer than once a minute."""
+        all_once = self._links.queued_runs() / self._settings.places_per_second
+        return min(self._settings.queue_position_seconds, max(1.0, all_once))
 
     async def _write_status(
         self, key: Key, obj: Object, compute: Callable[[Object], Object | None], interval: float
@@ -167,7 +169,13 @@ class Controller:
         if desired is None:
             return None
         since = self._clock() - self._written.get(key, 0.0)
-        wait = write_in(obj.get("status") or {}, desired, since, interval, self._queue_interval())
+        stored = obj.get("status") or {}
+        intervals = Intervals(interval, self._place_interval(), self._settings.queue_position_seconds)
+        wait = write_in(stored, desired, since, intervals)
+        if wait == 0.0 and is_place(stored, desired):
+            wait = BUSY_RETRY_SECONDS if self._writer.busy else self._places.wait(key, self._clock())
+        elif wait is None or wait == 0.0:
+            self._places.drop(key)
         if wait is None or wait > 0.0:
             return wait
         try:
@@ -248,6 +256,10 @@ async def run_workers(controller: Controller, count: int) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(count):
             group.create_task(controller.work())
+
+
+def _flags(obj: Object | None) -> list[tuple[str, str, str]]:
+    return conditions.flags((obj or {}).get("status") or {})
 
 
 def _earliest(waits: Iterable[float | None]) -> float | None:

@@ -2,7 +2,7 @@
 
 OperatorError
 ├── Temporary                 try again with backoff
-│   ├── ApiUnavailable        the API server did not answer, or answered 429 or 5xx
+│   ├── ApiUnavailable        the API server did not answer, or answered 429, 5xx or no JSON
 │   ├── Conflict              409: the object changed since it was read; read again and decide again
 │   └── RuntimeUnavailable    the runtime did not answer, or not in a way that is understood
 └── Permanent                 trying again unchanged does not help
@@ -29,7 +29,7 @@ class Permanent(OperatorError):
 
 
 class ApiUnavailable(Temporary):
-    """The API server did not answer, or answered 429 or 5xx."""
+    """The API server did not answer (or was not asked, for want of a token), or answered 429, 5xx or no JSON."""
 
 
 class Conflict(Temporary):

@@ -23,6 +23,10 @@ class Health:
     """Whether the watch thread runs."""
     ready: bool = False
     """Everything was listed once."""
+    standing_by: Callable[[], str | None] = lambda: None
+    """Which operator this one waits for, in words. One that stands by is ready to take over."""
+    fenced: str | None = None
+    """Why this operator writes nothing more, though it has not ended yet."""
     heartbeat: float = field(default_factory=time.monotonic)
     """Monotonic time of the main loop's last beat."""
 
@@ -36,6 +40,16 @@ class Health:
             found.append("the watches have ended")
         return found
 
+    def readiness(self) -> tuple[bool, str]:
+        """Whether this process is what it is meant to be now, working or standing by, and what to say."""
+        problems = self.problems()
+        waiting = self.standing_by()
+        if self.fenced is not None:
+            problems.append(f"fenced: {self.fenced}")
+        elif not self.ready and waiting is None:
+            problems.append("not everything was listed yet")
+        return not problems, "\n".join(problems) or waiting or "ok"
+
 
 def serve(host: str, port: int, health: Health, registry: CollectorRegistry) -> ThreadingHTTPServer:
     """Starts serving in a daemon thread; `shutdown` and `server_close` of the result end it."""
@@ -48,11 +62,12 @@ def serve(host: str, port: int, health: Health, registry: CollectorRegistry) -> 
             path = self.path.partition("?")[0]
             if path == "/metrics":
                 self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
-            elif path in ("/healthz", "/readyz"):
+            elif path == "/healthz":
                 problems = health.problems()
-                if path == "/readyz" and not health.ready:
-                    problems.append("not everything was listed yet")
                 self._answer(503 if problems else 200, ("\n".join(problems) or "ok").encode(), "text/plain")
+            elif path == "/readyz":
+                ready, text = health.readiness()
+                self._answer(200 if ready else 503, text.encode(), "text/plain")
             else:
                 self._answer(404, b"paths: /healthz /readyz /metrics", "text/plain")
 

@@ -31,6 +31,9 @@ FORCED_RELEASES = Counter(
     "lorafleet_operator_forced_releases", "Runs released by the force-release annotation.", registry=REGISTRY
 )
 LOOP_LAG = Gauge("lorafleet_operator_event_loop_lag_seconds", "Lateness of the event loop.", registry=REGISTRY)
+LEADING = Gauge(
+    "lorafleet_operator_leading", "1 while this operator holds the Lease, 0 while it stands by.", registry=REGISTRY
+)
 API_LAST_SUCCESS = Gauge(
     "lorafleet_operator_api_last_success_timestamp_seconds",
     "Unix time of the API server's last good answer.",

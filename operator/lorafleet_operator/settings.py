@@ -31,7 +31,7 @@ class Settings:
     progress_seconds: float = 15.0
     """Progress of a run is written at most this often."""
     queue_position_seconds: float = 60.0
-    """A queue position that alone changed is written at most this often."""
+    """A queue position that alone changed is written at most this often per run; so is a message."""
     pool_grace_seconds: float = 30.0
     """A run whose pool does not exist fails this long after its creation."""
     lost_grace_seconds: float = 10.0
@@ -48,6 +48,8 @@ class Settings:
     """Objects reconciled at once."""
     writes_per_second: float = 20.0
     """Status writes of all runs together."""
+    places_per_second: float = 2.0
+    """Of these, writes of nothing but a queue position."""
 
     @property
     def lease_home(self) -> str:

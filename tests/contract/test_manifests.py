@@ -71,6 +71,16 @@ def test_operator_rules_could_all_stand_in_a_role() -> None:
     assert not {resource for rule in rules() for resource in rule["resources"]} & cluster_scoped
 
 
+def test_leases_are_the_operator_s_in_its_own_namespace_alone() -> None:
+    assert "leases" not in [resource for rule in rules() for resource in rule["resources"]]
+    objects = {obj["kind"]: obj for obj in documents(MANIFESTS / "base" / "rbac.yaml")}
+    role, binding = objects["Role"], objects["RoleBinding"]
+    assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "lorafleet-system"
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
+    verbs = {(verb, tuple(rule.get("resourceNames", ()))) for rule in role["rules"] for verb in rule["verbs"]}
+    assert verbs == {("get", ("lorafleet-operator",)), ("patch", ("lorafleet-operator",)), ("create", ())}
+
+
 def test_kustomization_names_every_file_of_the_base() -> None:
     [base] = documents(MANIFESTS / "base" / "kustomization.yaml")
     files = {str(p.relative_to(MANIFESTS / "base")) for p in (MANIFESTS / "base").rglob("*.yaml")}

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from lorafleet_runtime.http.app import create_app
 from lorafleet_runtime.loop.fleet_view import FleetView
 from lorafleet_runtime.loop.journal import append
-from lorafleet_runtime.loop.samples import write_samples
+from lorafleet_runtime.loop.samples import cut_samples, write_samples
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.registry.registry import Registry
 from support.runs import group, pool_spec
@@ -27,7 +27,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     (tmp_path / "adapter_config.json").write_text("outside")
     directory = tmp_path / "storage" / "team" / "json" / "u-1"
     for step in (1, 2):
-        write_samples(directory, step, [group("u-1", step)])
+        write_samples(directory, cut_samples(step, [group("u-1", step)]))
     append(directory, json.dumps({"time": 1.0, "level": "INFO", "message": "one"}))
     checkpoint(directory / "step_2", b"weights")
     app = create_app(FleetView(Registry(pool_spec(), 1), Signal(), tmp_path / "storage"), lambda: "secret",

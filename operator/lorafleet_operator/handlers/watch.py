@@ -26,6 +26,8 @@ OnEvent = Callable[[Kind, str | None, Object], None]
 RECONNECT_SECONDS = 300
 CONNECT_TIMEOUT_SECONDS = 5
 REQUEST_TIMEOUT_SECONDS = 30
+LOGIN_RETRY_SECONDS = 2.0
+"""A token file that cannot be read is read again this often."""
 API_RETRY_SECONDS = (0.5, 1.0, 2.0, 3.0, *(5.0 for _ in range(720)))
 """kopf's waits between tries: an API server may be away for an hour before the process ends and is started anew."""
 
@@ -95,7 +97,7 @@ class Watcher:
         def login(**_: Any) -> kopf.ConnectionInfo:
             return connection_info(self._access)
 
-        kopf.on.login(registry=registry)(login)
+        kopf.on.login(registry=registry, backoff=LOGIN_RETRY_SECONDS)(login)
         for kind in KINDS:
             kopf.on.event(names.GROUP, names.VERSION, kind, registry=registry)(self._forward(kind))
         return registry

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from lorafleet_operator.errors import ConfigError
+from lorafleet_operator.errors import ApiUnavailable, ConfigError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -35,10 +35,17 @@ class ApiAccess:
 
     @property
     def token(self) -> str | None:
-        """The bearer token of this moment."""
-        if self.token_file is not None:
+        """The bearer token of this moment.
+
+        Raises:
+            ApiUnavailable: the token file cannot be read now; it is replaced while it rotates.
+        """
+        if self.token_file is None:
+            return self.static_token
+        try:
             return self.token_file.read_text(encoding="utf-8").strip()
-        return self.static_token
+        except (OSError, UnicodeDecodeError) as error:
+            raise ApiUnavailable(f"token file {self.token_file}: {error}; make it readable") from error
 
     def ssl_context(self) -> ssl.SSLContext:
         """A TLS context with the CA and, where there is one, the client certificate."""

@@ -185,8 +185,8 @@ class KubeClient:
         except httpx.HTTPError as error:
             raise ApiUnavailable(f"{method} {path}: {type(error).__name__} {error}") from error
         _raise_for(answer, f"{method} {path}")
+        decoded = _decoded(answer, f"{method} {path}")
         self.last_success = datetime.now(UTC).timestamp()
-        decoded: Object = answer.json()
         return decoded
 
 
@@ -205,6 +205,17 @@ def _path(plural: str, namespace: str | None, name: str | None) -> str:
         path += f"/namespaces/{namespace}"
     path += f"/{plural}"
     return path if name is None else f"{path}/{name}"
+
+
+def _decoded(answer: httpx.Response, what: str) -> Object:
+    """The JSON object of a good answer; a proxy in between may have put something else there."""
+    try:
+        decoded = answer.json()
+    except ValueError as error:
+        raise ApiUnavailable(f"{what}: {answer.status_code}, but no JSON: {answer.text[:100]!r}") from error
+    if not isinstance(decoded, dict):
+        raise ApiUnavailable(f"{what}: {answer.status_code}, but no JSON object: {answer.text[:100]!r}")
+    return decoded
 
 
 def _raise_for(answer: httpx.Response, what: str) -> None:

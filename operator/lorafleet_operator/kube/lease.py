@@ -3,8 +3,9 @@
     acquire: no lease, a released one, ours, or one that nobody renewed for its duration ─▶ ours
              another's ─▶ stand by
     hold:    renew ─▶ fine
-             another's ─▶ lost, the process must end
+             another's, or taken by another process under our identity ─▶ lost, the process must end
              no answer ─▶ `check` refuses writes once the duration has passed, until a renewal succeeds
+    give_up: for good; nothing takes or renews it any more
 
 Caller: `app`. The lease keeps two operators from starting; operatorEpoch fences one that was paused or cut off and has
 not noticed yet. Another's clock is never compared with ours: a lease expires when we saw no change of it for that long.
@@ -49,6 +50,9 @@ class Lease:
         self._path = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
         self._renewed: float | None = None
         """Monotonic time at which the last renewal that succeeded was sent; None while not held."""
+        self._given_up = False
+        self._claimed = ""
+        """acquireTime of this process's claim: tells it from another process of the same identity."""
         self._version = ""
         self._seen_at = 0.0
         self._rival = ""
@@ -60,17 +64,42 @@ class Lease:
         """Returns while this process surely holds the lease.
 
         Raises:
-            ApiUnavailable: it was not renewed for its whole duration, so another operator may work already.
+            ApiUnavailable: it was given up, or not renewed for its whole duration, so that another operator may work.
         """
+        if self._given_up:
+            raise ApiUnavailable(f"{self}: given up by this operator; it writes nothing more")
         if self._renewed is None:
             raise ApiUnavailable(f"{self}: not held by this operator; nothing is written")
         age = time.monotonic() - self._renewed
         if age >= self._seconds:
             raise ApiUnavailable(f"{self}: not renewed for {age:.0f} s; nothing is written until it is")
 
+    @property
+    def held(self) -> bool:
+        """Whether this process surely holds it."""
+        return self._renewed is not None and time.monotonic() - self._renewed < self._seconds
+
+    @property
+    def standing_by(self) -> str | None:
+        """Whom this process waits for, in words; None when it holds the lease or has not looked yet."""
+        return None if self._renewed is not None or not self._rival else f"standing by: {self._rival} holds {self}"
+
     def give_up(self) -> None:
-        """Hold it no more, whatever the object says; `check` refuses from now on."""
+        """Hold it no more, whatever the object says: `check` refuses for good, and nothing renews it."""
+        self._given_up = True
         self._renewed = None
+
+    async def look(self) -> tuple[str, str] | None:
+        """Whose it is if not this identity's (else ""), and its resourceVersion; None when there is no answer."""
+        try:
+            found = await self._kube.call("GET", f"{self._path}/{NAME}")
+        except NotFound:
+            return "", ""
+        except OperatorError as error:
+            logger.info("%s: %s", self, error)
+            return None
+        holder = (found.get("spec") or {}).get("holderIdentity") or ""
+        return "" if holder == self._identity else holder, found["metadata"]["resourceVersion"]
 
     async def acquire(self) -> None:
         """Waits until this process holds the lease.
@@ -107,6 +136,8 @@ class Lease:
                 logger.warning("%s: not renewed: %s", self, error or "no answer in time")
                 pause = self._seconds / _RENEWALS / 2.0
                 continue
+            if self._given_up:
+                return
             if not held:
                 self.give_up()
                 lost(f"{self} is held by {self._rival}")
@@ -126,17 +157,22 @@ class Lease:
             logger.info("%s: not released, it expires: %s", self, error)
 
     async def _try(self) -> bool:
-        """Takes or renews the lease. False while another's is in force."""
+        """Takes or renews the lease. False while another's is in force, and after `give_up`."""
+        if self._given_up:
+            return False
         sent = time.monotonic()
         try:
             found = await self._kube.call("GET", f"{self._path}/{NAME}")
         except NotFound:
             written = await self._create()
         else:
-            if not self._may_take(found, sent):
+            if self._given_up or not self._may_take(found, sent):
                 return False
             written = await self._send(self._claim(found))
+        if self._given_up:
+            return False
         self._version = written["metadata"]["resourceVersion"]
+        self._claimed = (written.get("spec") or {}).get("acquireTime", "")  # as the API server spells it
         if self._renewed is None:
             logger.info("%s: held by this operator, %s", self, self._identity)
         self._renewed = sent
@@ -146,6 +182,9 @@ class Lease:
         spec = found.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
         version = found["metadata"]["resourceVersion"]
+        if holder == self._identity and self._renewed is not None and spec.get("acquireTime") != self._claimed:
+            self._rival = f"another process under the same identity, {holder}; give each its own --identity"
+            return False
         if holder in ("", self._identity):
             return True
         if version != self._version:
@@ -166,7 +205,8 @@ class Lease:
             "leaseDurationSeconds": max(1, round(self._seconds)),
             "renewTime": now,
         }
-        if old.get("holderIdentity") != self._identity:
+        if old.get("holderIdentity") != self._identity or self._renewed is None:
+            self._claimed = now
             spec |= {"acquireTime": now, "leaseTransitions": int(old.get("leaseTransitions") or 0) + 1}
         return {"metadata": {"resourceVersion": found["metadata"]["resourceVersion"]}, "spec": spec}
 

@@ -31,11 +31,15 @@ from lorafleet_operator.pool.backoff import Backoff
 from lorafleet_operator.pool.client import RuntimeClient, open_runtime
 from lorafleet_operator.reconcile.observed import Object, PoolLink, holders_of
 from lorafleet_operator.reconcile.pool import config_mismatch
+from lorafleet_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 MIN_POLL_GAP = 0.1
 """Seconds between two listings, so that a busy runtime's changes come in batches."""
+
+SILENT_SECONDS = 15.0
+"""An operator from which nothing was heard for a long poll and this is taken for gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class PoolConnection:
         url: base URL of the runtime.
         spec: the AdapterPool's spec, sent along to find differences.
         hooks: the rest of the operator.
-        poll_seconds: length of a long poll.
+        settings: length of a long poll, and the namespace whose runs `hooks.uids` lists.
         opener: makes a client from URL and token.
     """
 
@@ -72,13 +76,14 @@ class PoolConnection:
         url: str,
         spec: Object,
         hooks: Hooks,
-        poll_seconds: float,
+        settings: Settings,
         opener: Callable[[str, str], RuntimeClient] = open_runtime,
     ) -> None:
         self.url = url
         self.spec = spec
         self._hooks = hooks
-        self._poll_seconds = poll_seconds
+        self._poll_seconds = settings.poll_seconds
+        self._namespaces = None if settings.namespace is None else [settings.namespace]
         self._opener = opener
         self._client: RuntimeClient | None = None
         self._token: str | None = None
@@ -146,6 +151,25 @@ class PoolConnection:
         """The run's object is gone."""
         self._gone.discard(uid)
 
+    async def rivals_silent(self) -> bool:
+        """Whether no newer operator spoke to the runtime lately. Asked after the end of `run`.
+
+        A live one speaks at least once per long poll. A runtime that does not answer obeys nobody.
+        """
+        if self._token is None or self._epoch is None:
+            return True
+        client = self._opener(self.url, self._token)
+        try:
+            view = await client.get_pool()
+        except OperatorError as error:
+            logger.info("runtime %s: %s", self.url, error)
+            return True
+        finally:
+            await client.close()
+        silent = view.operator_silent_seconds
+        longest = self._poll_seconds + SILENT_SECONDS
+        return view.operator_epoch <= self._epoch or silent is None or silent >= longest
+
     async def _connect(self) -> None:
         await self._close()
         self._token = await self._read_token()
@@ -155,7 +179,8 @@ class PoolConnection:
             self._epoch = await self._hooks.raise_epoch(view.operator_epoch)
             logger.info("runtime %s: operator epoch %d, boot epoch %d", self.url, self._epoch, view.boot_epoch)
         uids = await self._hooks.uids()
-        view = await self._guarded(client.put_pool(PutPool(operator_epoch=self._epoch, uids=uids, spec=self.spec)))
+        body = PutPool(operator_epoch=self._epoch, uids=uids, namespaces=self._namespaces, spec=self.spec)
+        view = await self._guarded(client.put_pool(body))
         listing = await self._guarded(client.list(self._epoch, None, 0.0))
         if not listing.synced or listing.boot_epoch != view.boot_epoch:
             raise RuntimeUnavailable(f"{self.url}: not synced after PUT /v1/pool (boot epoch {listing.boot_epoch})")

@@ -159,7 +159,7 @@ class Links:
             on_link=lambda: self._wake_runs(key),
             on_fenced=self._on_fenced,
         )
-        connection = PoolConnection(_url(spec), spec, hooks, self._settings.poll_seconds, self._opener)
+        connection = PoolConnection(_url(spec), spec, hooks, self._settings, self._opener)
         task = asyncio.get_running_loop().create_task(connection.run(), name=f"pool {key.namespace}/{key.name}")
         task.add_done_callback(_report)
         return _Entry(connection, task, pool["metadata"]["uid"], spec)
@@ -179,7 +179,11 @@ class Links:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._entries.clear()
+
+    async def rivals_silent(self) -> bool:
+        """Whether no newer operator spoke to any of the runtimes lately. Asked after `close`."""
+        silent = await asyncio.gather(*(entry.connection.rivals_silent() for entry in self._entries.values()))
+        return all(silent)
 
     async def _read_token(self, key: Key, spec: Object) -> str:
         ref = spec["endpoint"]["tokenSecretRef"]
@@ -233,7 +237,8 @@ class Links:
         return [link.listing.slots for link in links if link.listing is not None]
 
     def sweep(self, key: Key) -> float | None:
-        """Deregisters our runs whose objects are gone: no adapter outlives its run.
+        """Deregisters our runs whose objects are gone: no adapter outlives its run. Runs of namespaces that this
+        operator does not watch are another's.
 
         Returns:
             Seconds until it should be called again, or None when there are none.
@@ -241,11 +246,14 @@ class Links:
         link = self.link(key)
         if link is None or not link.ready or link.listing is None:
             return None
-        views = [view for view in link.listing.adapters if view.owner == "operator"]
+        ours = self._settings.namespace
+        views = [v for v in link.listing.adapters if v.owner == "operator" and ours in (None, v.namespace)]
         orphans = [view.uid for view in views if self._store.run_by_uid(view.uid) is None]
         for uid in orphans:
             if (key, uid) not in self._sweeps:
-                self._sweeps[key, uid] = asyncio.get_running_loop().create_task(self._delete_orphan(key, uid))
+                task = asyncio.get_running_loop().create_task(self._delete_orphan(key, uid), name=f"sweep of {uid}")
+                task.add_done_callback(_report)
+                self._sweeps[key, uid] = task
         return SWEEP_SECONDS if orphans else None
 
     async def _delete_orphan(self, key: Key, uid: str) -> None:

@@ -34,6 +34,11 @@ def find(status: dict[str, Any], kind: str) -> Condition | None:
     return next((c for c in status.get("conditions") or [] if c["type"] == kind), None)
 
 
+def flags(status: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Type, status and reason of every condition, sorted: what a message alone does not change."""
+    return sorted((c["type"], c["status"], c["reason"]) for c in status.get("conditions") or [])
+
+
 def is_true(status: dict[str, Any], kind: str) -> bool:
     """Whether the condition is there and True."""
     condition = find(status, kind)

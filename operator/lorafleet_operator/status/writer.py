@@ -8,7 +8,7 @@ compute(object) ─▶ merge patch with resourceVersion ─▶ written
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from pydantic import ValidationError
@@ -37,14 +37,45 @@ class RateLimit:
         self._tokens = 2.0 * per_second
         self._last = time.monotonic()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a write would have to wait now."""
+        self._refill()
+        return self._tokens < 1.0
+
     async def wait(self) -> None:
         """Returns when one more write may be sent."""
-        now = time.monotonic()
-        self._tokens = min(self._tokens + (now - self._last) * self._per_second, 2.0 * self._per_second)
-        self._last = now
+        self._refill()
         self._tokens -= 1.0
         if self._tokens < 0.0:
             await asyncio.sleep(-self._tokens / self._per_second)
+
+    def _refill(self) -> None:
+        now = time.monotonic()
+        self._tokens = min(self._tokens + (now - self._last) * self._per_second, 2.0 * self._per_second)
+        self._last = now
+
+
+class Turns[K: Hashable]:
+    """Spreads writes that can wait: each key gets a turn of its own, `per_second` of them, without a burst."""
+
+    def __init__(self, per_second: float) -> None:
+        self._gap = 1.0 / per_second
+        self._next = 0.0
+        self._turns: dict[K, float] = {}
+
+    def wait(self, key: K, now: float) -> float:
+        """Seconds until the key's turn, which is given out at the first call; 0.0 ends it."""
+        turn = self._turns.setdefault(key, max(now, self._next))
+        self._next = max(self._next, turn + self._gap)
+        if turn > now:
+            return turn - now
+        del self._turns[key]
+        return 0.0
+
+    def drop(self, key: K) -> None:
+        """The key has nothing to write any more."""
+        self._turns.pop(key, None)
 
 
 class StatusWriter:
@@ -53,6 +84,11 @@ class StatusWriter:
     def __init__(self, kube: KubeClient, writes_per_second: float) -> None:
         self._kube = kube
         self._limit = RateLimit(writes_per_second)
+
+    @property
+    def busy(self) -> bool:
+        """Whether others wait for the budget: what is less urgent should come later."""
+        return self._limit.busy
 
     async def write(self, kind: Kind, obj: Object, compute: Callable[[Object], Object | None]) -> Object:
         """Makes the stored status equal to what `compute` wants.

@@ -42,8 +42,8 @@ def _pool_routes(router: APIRouter, view: FleetView) -> None:
     @router.put("/pool", response_model_exclude_none=True)
     async def put_pool(body: PutPool) -> PoolView:
         """The operator's full list of runs; ends SYNCING."""
-        registry.fence(body.operator_epoch)
-        registry.sync(body.uids)
+        view.fence(body.operator_epoch)
+        registry.sync(body.uids, body.namespaces)
         return _pool_view(view)
 
     @router.get("/pool", response_model_exclude_none=True)
@@ -63,6 +63,7 @@ def _pool_view(view: FleetView) -> PoolView:
         slots=registry.slots(),
         engines=registry.engine_views(),
         versions={"lorafleet": __version__},
+        operator_silent_seconds=time.monotonic() - view.heard,
     )
 
 
@@ -73,7 +74,7 @@ def _adapter_routes(router: APIRouter, view: FleetView) -> None:
     async def put_adapter(uid: str, body: PutAdapter) -> AdapterView:
         """Make a run known, or apply a newer generation of its spec."""
         _check_names(uid, body.namespace, body.name)
-        registry.fence(body.operator_epoch)
+        view.fence(body.operator_epoch)
         _check_owner(registry, uid)
         registry.put(
             uid,
@@ -91,7 +92,7 @@ def _adapter_routes(router: APIRouter, view: FleetView) -> None:
     async def delete_adapter(uid: str, epoch: Epoch = None) -> JSONResponse:
         """Take a run away; 202 while anything of it is left, or while nobody has told yet what is held."""
         if epoch is not None:
-            registry.fence(epoch)
+            view.fence(epoch)
         _check_owner(registry, uid)
         forgotten = registry.delete(uid)
         gone = forgotten and registry.listed and registry.presence(uid) == PresenceView()
@@ -105,14 +106,14 @@ def _adapter_routes(router: APIRouter, view: FleetView) -> None:
     ) -> AdapterList:
         """Every run; with `after`, waits until something changed since that boot epoch and revision."""
         if epoch is not None:
-            registry.fence(epoch)
+            view.fence(epoch)
         deadline = time.monotonic() + timeout
         while after == f"{registry.boot_epoch},{registry.revision}":
             left = deadline - time.monotonic()
             if left <= 0 or not await view.signal.wait(left):
                 break
         if epoch is not None:
-            registry.fence(epoch)  # a newer operator may have spoken during the wait
+            view.fence(epoch)  # a newer operator may have spoken during the wait
         return registry.listing()
 
     @router.get("/adapters/{uid}", response_model_exclude_none=True)

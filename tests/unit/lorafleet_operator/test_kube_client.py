@@ -3,12 +3,14 @@
 import asyncio
 import base64
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
 from lorafleet_operator.errors import ApiRefused, ApiUnavailable, Conflict, Invalid, NotFound
-from lorafleet_operator.kube.client import KubeClient
+from lorafleet_operator.kube.access import ApiAccess
+from lorafleet_operator.kube.client import BearerToken, KubeClient
 from support.fake_api import FakeApi
 from support.operator_world import run_object
 
@@ -36,6 +38,35 @@ def test_unreachable_server_is_unavailable() -> None:
 
     with pytest.raises(ApiUnavailable, match=r"GET /apis/lorafleet\.dev/v1alpha1/namespaces/team/adapterruns/r"):
         asyncio.run(client(refuse).get("adapterruns", "team", "r"))
+
+
+@pytest.mark.parametrize("body", [b"<html>the proxy's own page</html>", b"[]", b""])
+def test_good_answer_without_a_json_object_is_unavailable(body: bytes) -> None:
+    kube = client(lambda request: httpx.Response(200, content=body))
+    with pytest.raises(ApiUnavailable, match=r"GET .*200, but no JSON"):
+        asyncio.run(kube.get("adapterruns", "team", "r"))
+    assert kube.last_success is None
+
+
+def test_unreadable_token_file_is_unavailable_and_the_next_call_reads_it_again(tmp_path: Path) -> None:
+    access = ApiAccess("http://api", token_file=tmp_path / "token")
+    sent: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request.headers["Authorization"])
+        return httpx.Response(200, json={})
+
+    transport = httpx.MockTransport(answer)
+    kube = KubeClient(httpx.AsyncClient(base_url="http://api", auth=BearerToken(access), transport=transport))
+
+    async def scenario() -> None:
+        with pytest.raises(ApiUnavailable, match=r"token file .*token"):
+            await kube.ping(None)
+        (tmp_path / "token").write_text("fresh", encoding="utf-8")
+        await kube.ping(None)
+
+    asyncio.run(scenario())
+    assert sent == ["Bearer fresh"]
 
 
 def test_list_follows_pages_and_keeps_the_first_version() -> None:

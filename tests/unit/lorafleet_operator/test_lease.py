@@ -129,6 +129,57 @@ async def test_writes_stop_while_the_lease_cannot_be_renewed_and_go_on_after() -
     holding.cancel()
 
 
+async def test_a_lease_given_up_during_a_renewal_stays_given_up() -> None:
+    api = FakeApi()
+    mine = lease(api, "a")
+    await mine.acquire()
+    renewed = asyncio.Event()
+
+    def answered(method: str, path: str) -> None:
+        if method == "PATCH" and path.endswith("/lorafleet-operator"):
+            mine.give_up()
+            renewed.set()
+
+    api.on_answer = answered
+    lost: list[str] = []
+    holding = asyncio.create_task(mine.hold(lost.append))
+    await asyncio.wait_for(renewed.wait(), 5)
+    await asyncio.wait_for(holding, 5)
+    assert (lost, mine.held) == ([], False)
+    with pytest.raises(ApiUnavailable, match="given up"):
+        mine.check()
+    before = len(api.writes)
+    await mine.release()
+    await asyncio.wait_for(mine.hold(lost.append), 5)
+    assert len(api.writes) == before
+
+
+async def test_of_two_processes_with_one_identity_the_older_one_ends() -> None:
+    api = FakeApi()
+    older, newer = lease(api, "a"), lease(api, "a")
+    await older.acquire()
+    await asyncio.wait_for(newer.acquire(), 1)
+    lost: list[str] = []
+    newer_lost: list[str] = []
+    holding = asyncio.create_task(newer.hold(newer_lost.append))
+    await asyncio.wait_for(older.hold(lost.append), 5)
+    assert ["another process under the same identity, a" in why for why in lost] == [True]
+    newer.check()
+    assert newer_lost == []
+    holding.cancel()
+
+
+async def test_who_is_waited_for_is_told() -> None:
+    api = FakeApi()
+    first, second = lease(api, "a", seconds=60), lease(api, "b", seconds=60)
+    await first.acquire()
+    waiting = asyncio.create_task(second.acquire())
+    await until(lambda: second.standing_by is not None)
+    assert second.standing_by == "standing by: a holds lease lorafleet-system/lorafleet-operator"
+    assert (first.standing_by, first.held, second.held) == (None, True, False)
+    waiting.cancel()
+
+
 async def test_a_lease_that_somebody_deleted_is_made_again() -> None:
     api = FakeApi()
     mine = lease(api, "a")

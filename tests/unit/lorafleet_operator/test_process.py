@@ -64,6 +64,16 @@ def test_probes_tell_stuck_loop_ended_watch_and_unlisted_start() -> None:
         server.server_close()
 
 
+def test_an_operator_that_stands_by_is_ready_and_a_fenced_one_is_not_but_lives() -> None:
+    health = Health()
+    assert health.readiness() == (False, "not everything was listed yet")
+    health.standing_by = lambda: "standing by: a holds the lease"
+    assert health.readiness() == (True, "standing by: a holds the lease")
+    health.fenced = "a newer one"
+    assert health.readiness() == (False, "fenced: a newer one")
+    assert health.problems() == []
+
+
 def scrape(store: Store) -> str:
     """What a scrape of the store's series gives."""
     registry = CollectorRegistry()
@@ -85,5 +95,5 @@ def test_series_of_a_run_come_from_the_store_and_leave_with_it() -> None:
 
 def test_documented_operator_metrics_exist() -> None:
     text = generate_latest(metrics.REGISTRY).decode()
-    for name in ("status_write_errors_total", "reconcile_seconds", "event_loop_lag_seconds", "queue_length"):
+    for name in ("status_write_errors_total", "reconcile_seconds", "event_loop_lag_seconds", "queue_length", "leading"):
         assert f"# HELP lorafleet_operator_{name.removesuffix('_total')}" in text

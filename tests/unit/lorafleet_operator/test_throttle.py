@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lorafleet_operator.reconcile.throttle import merge_patch, write_in
+from lorafleet_operator.reconcile.throttle import Intervals, merge_patch, write_in
 
 
 def with_ready(status: str, message: str = "", **fields: object) -> dict[str, object]:
@@ -13,8 +13,8 @@ def with_ready(status: str, message: str = "", **fields: object) -> dict[str, ob
 
 
 def due(current: dict[str, object], desired: dict[str, object], since: float = 4.0) -> float | None:
-    """With 15 s between progress writes and 60 s between queue positions."""
-    return write_in(current, desired, since, 15.0, 60.0)
+    """With 15 s between progress writes, 10 s between places and 60 s between messages."""
+    return write_in(current, desired, since, Intervals(progress=15.0, place=10.0, message=60.0))
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,28 @@ def due(current: dict[str, object], desired: dict[str, object], since: float = 4
         (with_ready("True", observedGeneration=1), with_ready("True", observedGeneration=2), 0.0),
         (with_ready("True", step=9), with_ready("True", step=10), 11.0),
         (with_ready("True", step=1), with_ready("True", step=2), 0.0),
-        (with_ready("False", queuePosition=4), with_ready("False", queuePosition=3), 56.0),
-        (with_ready("False", "place 4"), with_ready("False", "place 3"), 56.0),
+        (with_ready("False", queuePosition=4), with_ready("False", queuePosition=3), 6.0),
+        (with_ready("False", "4th", queuePosition=4), with_ready("False", "3rd", queuePosition=3), 6.0),
+        (with_ready("False", queuePosition=4, step=1), with_ready("False", queuePosition=3, step=9), 11.0),
+        (with_ready("False", queuePosition=4), with_ready("True"), 0.0),
+        (with_ready("True", "disk full"), with_ready("True", "training"), 56.0),
         (with_ready("True", artifact={"step": 5}), with_ready("True", artifact={"step": 10}), 11.0),
         ({}, with_ready("False"), 0.0),
     ],
-    ids=["equal", "flip", "generation", "progress", "first steps", "queue", "message", "artifact", "new"],
+    ids=[
+        "equal",
+        "flip",
+        "generation",
+        "progress",
+        "first steps",
+        "place",
+        "place and message",
+        "place and progress",
+        "place given up",
+        "message",
+        "artifact",
+        "new",
+    ],
 )
 def test_time_until_a_write(current: dict[str, object], desired: dict[str, object], expected: float | None) -> None:
     assert due(current, desired) == expected

@@ -7,8 +7,8 @@ from lorafleet_api.v1alpha1 import names
 from lorafleet_operator.errors import ApiUnavailable
 from lorafleet_operator.status.writer import StatusWriter
 from support.fake_api import FakeApi, Object
-from support.operator_process import World
-from support.operator_world import UID, flags, run_object, view
+from support.operator_process import World, with_settings
+from support.operator_world import UID, flags, pool_object, run_object, view
 
 
 def play(scenario: Callable[[World, World, list[Object]], Awaitable[None]]) -> tuple[World, World, list[Object]]:
@@ -66,6 +66,51 @@ def test_no_condition_goes_back() -> None:
     assert registered.index(False) >= registered.count(True)  # True until its one change at the end
     steps = [status.get("step", 0) for status in seen]
     assert steps == sorted(steps)
+
+
+def test_one_that_sees_one_namespace_takes_no_run_of_another_away() -> None:
+    """Neither by its first PUT /v1/pool nor by looking for runs without an object."""
+    stranger = run_object(finalizer=False, poolRef={"name": "demo", "namespace": "team"}, numStep=9)
+    stranger["metadata"] |= {"namespace": "lab", "uid": "lab-uid"}
+
+    async def scenario() -> World:
+        async with World(pool=pool_object(allowedNamespaces=["lab"])) as older:
+            older.api.add("adapterruns", run_object(finalizer=False, numStep=5))
+            older.api.add("adapterruns", stranger)
+            await older.until(lambda: older.run_is("Registered") and "lab-uid" in older.runtime.engine)
+            newer = World(with_settings(namespace="team"), beside=older)
+            async with newer:
+                await newer.until(lambda: bool(older.fenced))
+                newer.runtime.step(UID, 2)
+                await newer.until(lambda: newer.status().get("step") == 2)
+                assert not await older_is_alone(older)
+                assert "lab-uid" in older.runtime.engine
+                assert ("DELETE", "/v1/adapters/lab-uid") not in older.runtime.calls
+            return older
+
+    older = asyncio.run(scenario())
+    assert older.runtime.admitted.count("lab-uid") == 1
+
+
+async def older_is_alone(older: World) -> bool:
+    """What a fenced operator waits for."""
+    assert older.links is not None
+    return await older.links.rivals_silent()
+
+
+def test_a_fenced_one_is_alone_once_nothing_was_heard_of_the_newer_one_for_long() -> None:
+    async def after(older: World, newer: World, seen: list[Object]) -> None:
+        assert not await older_is_alone(older)
+        older.runtime.operator_epoch += 1  # a third one, which ends those two
+        older.runtime.heard -= 15.0
+        assert not await older_is_alone(older)
+        older.runtime.heard -= 2.0  # poll_seconds is 1
+        assert await older_is_alone(older)
+        older.unreachable = True
+        older.runtime.heard += 17.0
+        assert await older_is_alone(older)
+
+    play(after)
 
 
 def test_a_write_of_a_fenced_operator_that_was_in_flight_is_not_repeated() -> None:
