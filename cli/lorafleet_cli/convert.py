@@ -19,6 +19,7 @@ _EXPLAINED = {
     "rm_url": "remote rewards are not in this version; use rmType or customRmPath",
     "dropout": "adapters train without dropout",
 }
+_REWARDS = frozenset({"rmType", "customRmPath", "reward"})
 
 
 class Unusable(CliError):
@@ -26,7 +27,7 @@ class Unusable(CliError):
 
 
 def convert(path: Path, name: str | None, pool: str) -> tuple[str, list[str]]:
-    """The manifest as YAML, and a warning for each key that was left out.
+    """The manifest as YAML, and a warning for each key that was left out and for what a user may have forgotten.
 
     Args:
         path: miles' adapter.yaml.
@@ -52,11 +53,12 @@ def convert(path: Path, name: str | None, pool: str) -> tuple[str, list[str]]:
     if "numStep" in spec and spec.pop("numEpoch", None) is not None:
         warnings.append("warning: num_epoch: not taken over: num_step wins, as in miles")
     _check(path, spec)
+    warnings += _missing(spec)
     usable = _kubernetes_name(chosen)
     if usable != chosen:
         warnings.append(f"warning: name: {chosen}: no Kubernetes name, so it is {usable}")
     manifest = {"apiVersion": API_VERSION, "kind": RUN_KIND, "metadata": {"name": usable}, "spec": spec}
-    return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True), warnings
+    return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True), [" ".join(w.split()) for w in warnings]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -69,9 +71,23 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in loaded.items()}
 
 
+def _missing(spec: dict[str, Any]) -> list[str]:
+    """What an AdapterRun may leave to the pool's defaults, but a user may just have forgotten."""
+    warnings = []
+    if not _REWARDS & spec.keys():
+        text = "unless the pool's defaults set a reward, the run fails; set rmType or customRmPath"
+        warnings.append(f"warning: rm_type: missing: {text}")
+    if not {"numStep", "numEpoch"} & spec.keys():
+        text = "unless the pool's defaults set a length, the run ends after 1 epoch; set numStep or numEpoch"
+        warnings.append(f"warning: num_step: missing: {text}")
+    return warnings
+
+
 def _check(path: Path, spec: dict[str, Any]) -> None:
+    # a reward may come from the pool's defaults, which are not known here
+    whole = spec if _REWARDS & spec.keys() else spec | {"rmType": "math"}
     try:
-        AdapterRunSpec.model_validate(spec)
+        AdapterRunSpec.model_validate(whole)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "rm_type, custom_rm_path"
@@ -85,4 +101,6 @@ def _camel(value: Any) -> Any:
 
 
 def _kubernetes_name(text: str) -> str:
-    return re.sub(r"[^a-z0-9.-]+", "-", text.lower()).strip("-.")[:253] or "run"
+    """The nearest DNS subdomain: labels of a-z, 0-9 and, not at their ends, "-"; at most 253 characters."""
+    labels = [re.sub(r"[^a-z0-9-]+", "-", label).strip("-") for label in text.lower().split(".")]
+    return ".".join(filter(None, labels))[:253].rstrip("-.") or "run"

@@ -42,7 +42,8 @@ async def download(kube: Kube, console: Console, name: str, output: Path, *, ste
             else:
                 text = f"cannot be written ({error.strerror}); choose another --output"
             raise CliError("output", output, text) from error
-    console.print(f"{output}: PEFT adapter of step {chosen['step']}, sha256 verified", markup=False, soft_wrap=True)
+    told = "verified against the run's status" if chosen["in_status"] else "as the runtime lists it"
+    console.print(f"{output}: PEFT adapter of step {chosen['step']}, sha256 {told}", markup=False, soft_wrap=True)
 
 
 def _check_free(output: Path, force: bool) -> None:
@@ -55,7 +56,10 @@ def _check_free(output: Path, force: bool) -> None:
 
 
 def _choose(run: Object, artifacts: list[dict[str, Any]], step: int | None) -> dict[str, Any]:
-    """The checkpoint to fetch, with the digest that its weights must have."""
+    """The checkpoint to fetch: its step, and the digests and sizes of the two files, whatever else is listed.
+
+    The weights' digest is the status' own where it has one: the API server's word counts more than the runtime's.
+    """
     status = facts.status_of(run).get("artifact")
     if status is None and step is None:
         done, _ = facts.progress(run)
@@ -66,18 +70,25 @@ def _choose(run: Object, artifacts: list[dict[str, Any]], step: int | None) -> d
     if found is None:
         kept = ", ".join(str(a["step"]) for a in artifacts) or "none"
         raise CliError("step", wanted, f"no checkpoint of it is on the pool's storage; kept are: {kept}")
-    files = {file["name"]: file["sha256"] for file in found["files"]}
-    if status is not None and status["step"] == wanted:
-        files[WEIGHTS] = status["digest"]
-    sizes = {file["name"]: file["bytes"] for file in found["files"]}
-    return {"step": wanted, "sha256": files, "bytes": sizes}
+    listed = {file["name"]: file for file in found["files"]}
+    for name in (WEIGHTS, CONFIG):
+        if name not in listed:
+            text = f"the runtime does not list it for step {wanted}; choose another --step, or see the storage"
+            raise CliError("file", name, text)
+    digests = {name: listed[name]["sha256"] for name in (WEIGHTS, CONFIG)}
+    in_status = status is not None and status["step"] == wanted
+    if status is not None and in_status:
+        digests[WEIGHTS] = status["digest"]
+    sizes = {name: listed[name]["bytes"] for name in (WEIGHTS, CONFIG)}
+    return {"step": wanted, "in_status": in_status, "sha256": digests, "bytes": sizes}
 
 
 async def _fetch(runtime: Runtime, run: Object, chosen: dict[str, Any], folder: Path) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     errors = Console(file=sys.stderr)
     with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as progress:
-        for name, digest in chosen["sha256"].items():
+        for name in (WEIGHTS, CONFIG):
+            digest = chosen["sha256"][name]
             task = progress.add_task(name, total=chosen["bytes"][name])
             hashed = hashlib.sha256()
             with (folder / name).open("wb") as file:

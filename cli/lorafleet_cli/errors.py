@@ -22,5 +22,13 @@ class Forbidden(CliError):
     """The API server does not let this user."""
 
 
+class Unauthorized(CliError):
+    """The API server does not take this user's credentials."""
+
+
+class UnknownRun(CliError):
+    """There is no AdapterRun of that name, or there is none any more."""
+
+
 class Unavailable(CliError):
     """The API server or a runtime does not answer now; who waits may try again."""

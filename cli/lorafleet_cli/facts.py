@@ -1,6 +1,7 @@
 """What an AdapterRun's object says, in the words and figures that people are shown. Pure: the time comes in."""
 
 import datetime
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from lorafleet_api.v1alpha1 import reasons
 
 Object = dict[str, Any]
 
-UNTOUCHED_SECONDS = 30.0
+UNSEEN_SECONDS = 30.0
 """An object without status for this long is looked after by nobody."""
 
 _FULL, _EMPTY = "\u2588", "\u2591"
@@ -32,39 +33,45 @@ def holds(item: Object, kind: str) -> bool:
     return bool(condition(item, kind)["status"] == "True")
 
 
+def pool_ref(run: Object) -> tuple[str, str]:
+    """Namespace and name of the pool that a run names; the namespace is the run's own by default."""
+    ref = run["spec"]["poolRef"]
+    return ref.get("namespace") or run["metadata"]["namespace"], ref["name"]
+
+
 def state(item: Object, now: float) -> str:
-    """The run in one word: Ready's reason."""
+    """The run in one word: Ready's reason; "-" when no operator has given one for long."""
     if condition(item, reasons.READY)["reason"]:
         return str(condition(item, reasons.READY)["reason"])
-    return "Untouched" if untouched(item, now) else reasons.PENDING
+    return "-" if unseen(item, now) else reasons.PENDING
 
 
-def untouched(item: Object, now: float) -> str | None:
+def unseen(item: Object, now: float) -> str | None:
     """What to tell of a run that no operator has looked at, or None."""
     age = now - unix(item["metadata"]["creationTimestamp"])
-    if status_of(item).get("conditions") or age < UNTOUCHED_SECONDS:
+    if status_of(item).get("conditions") or age < UNSEEN_SECONDS:
         return None
     namespace = item["metadata"]["namespace"]
     return (
-        f"no operator has touched it for {duration(age)}; check that one runs and watches namespace {namespace} "
+        f"not seen by an operator for {duration(age)}; check that one runs and watches namespace {namespace} "
         "(kubectl get pods -n lorafleet-system; on one machine: make status)"
     )
 
 
 def note(item: Object, now: float) -> str | None:
     """The one thing that a user should know of a run that is neither training nor done; None when there is nothing."""
-    name = item["metadata"]["name"]
-    silent = untouched(item, now)
+    silent = unseen(item, now)
     if silent is not None:
         return silent
     if holds(item, reasons.FAILED):
-        found = condition(item, reasons.FAILED)
-        return f"{found['message']} (fix the manifest, kubectl delete adapterrun {name}, apply again)"
+        return str(condition(item, reasons.FAILED)["message"])
     if holds(item, reasons.FINISHED) or holds(item, reasons.READY):
         return None
     message = str(condition(item, reasons.READY)["message"])
-    place = status_of(item).get("queuePosition")
-    return f"place {place} in the queue: {message}" if place and "place" not in message else message or None
+    position = status_of(item).get("queuePosition")
+    if position and "in the queue" not in message:
+        return f"position {position} in the queue: {message}"
+    return message or None
 
 
 def progress(item: Object) -> tuple[int, int | None]:
@@ -106,6 +113,11 @@ def duration(seconds: float | None) -> str:
 def number(value: float | None, digits: int = 4) -> str:
     """A figure with so many significant digits; "-" for None."""
     return "-" if value is None else f"{value:.{digits}g}"
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere, with control characters spelled out: a model must not drive the reader's terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def bar(done: int, total: int | None, width: int = 12) -> str:

@@ -5,21 +5,17 @@ Called by the commands. Everything that can go wrong comes out as a CliError.
 
 import asyncio
 import json
-import os
-import tempfile
-import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
-import yaml
 
 from lorafleet_api.v1alpha1.names import API_VERSION, POOL_PLURAL, RUN_PLURAL
-from lorafleet_cli.errors import CliError, Forbidden, Unavailable
+from lorafleet_cli.errors import CliError, Forbidden, Unauthorized, Unavailable, UnknownRun
+from lorafleet_cli.facts import pool_ref
+from lorafleet_cli.patience import Patience
 
 Object = dict[str, Any]
 
@@ -27,16 +23,6 @@ _TIMEOUT_SECONDS = 10.0
 _WATCH_SECONDS = 30
 _RETRY_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1  # between two watches, should a proxy end each at once
-_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Which cluster, as whom, and where: kubectl's options."""
-
-    kubeconfig: Path | None = None
-    context: str | None = None
-    namespace: str | None = None
 
 
 class Api(Protocol):
@@ -73,7 +59,7 @@ class Kube:
         """One AdapterRun.
 
         Raises:
-            CliError: it does not exist; the text suggests names that are near.
+            UnknownRun: it does not exist; the text suggests names that are near.
         """
         found = await self._get(API_VERSION, RUN_PLURAL, self.namespace, name)
         if found is not None:
@@ -93,8 +79,8 @@ class Kube:
 
     async def pool_of(self, run: Object) -> Object:
         """The pool that a run names."""
-        ref = run["spec"]["poolRef"]
-        return await self.pool(ref["name"], ref.get("namespace") or run["metadata"]["namespace"])
+        namespace, name = pool_ref(run)
+        return await self.pool(name, namespace)
 
     async def secret(self, name: str, namespace: str) -> dict[str, str] | None:
         """The data of a Secret, still in base64; None where there is none."""
@@ -115,26 +101,31 @@ class Kube:
     async def watch(self, name: str | None) -> AsyncIterator[tuple[list[Object], str | None]]:
         """Runs of the namespace (or the one run) whenever one changes, for ever.
 
-        Yields the runs, and what keeps us from hearing news (None while we hear). Only the first reading may raise.
+        Yields the runs, and what keeps us from hearing news (None while we hear).
+
+        Raises:
+            CliError: the first reading failed, or the API server refuses us for long.
         """
         field = None if name is None else f"metadata.name={name}"
         runs: dict[str, Object] = {}
-        first = True
+        patience: Patience | None = None
         while True:
             try:
                 version, items = await self._listing(RUN_PLURAL, self.namespace, field)
                 runs = {item["metadata"]["uid"]: item for item in items}
                 yield _sorted(runs), None
-                first = False
+                patience = patience or Patience()
                 async for kind, item in self._events(version, field):
                     if kind == "DELETED":
                         runs.pop(item["metadata"]["uid"], None)
                     else:
                         runs[item["metadata"]["uid"]] = item
+                    patience.heard()
                     yield _sorted(runs), None
+                patience.heard()  # not before: who may list, but not watch, is told so
                 await asyncio.sleep(_PAUSE_SECONDS)
-            except Unavailable as error:
-                if first:
+            except CliError as error:
+                if patience is None or not patience.bears(error):
                     raise
                 yield _sorted(runs), str(error)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -200,9 +191,8 @@ class Kube:
                 text = "you may not; ask for the role lorafleet-view there, or choose another --namespace or --context"
                 raise Forbidden("permission", where, text) from error
             if status == httpx.codes.UNAUTHORIZED:
-                raise CliError(
-                    "credentials", server, "they are refused; log in again, or mend the kubeconfig"
-                ) from error
+                text = "they are refused; log in again, or mend the kubeconfig"
+                raise Unauthorized("credentials", server, text) from error
             if status is not None and status < httpx.codes.INTERNAL_SERVER_ERROR:
                 raise CliError("API server", where, f"it refuses: {error}") from error
             raise Unavailable("API server", server, f"it fails ({error}); try again in a minute") from error
@@ -216,78 +206,17 @@ class _NotFound(Exception):
     """404."""
 
 
-def unknown_run(name: str, namespace: str, known: list[str]) -> CliError:
-    """The error of a name that is not there, with names that are near, or all of a few."""
-    near = get_close_matches(name, known, n=3, cutoff=0.5) or (sorted(known) if len(known) <= 5 else [])
-    fix = f"did you mean {' or '.join(near)}?" if near else "see `lorafleet status`, or choose another --namespace"
-    return CliError("run", name, f"there is no such AdapterRun in namespace {namespace}; {fix}")
+def unknown_run(name: str, namespace: str, known: list[str]) -> UnknownRun:
+    """The error of a name that is not there, with names that are near, else all of a few."""
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    if near:
+        fix = f"did you mean {' or '.join(near)}?"
+    elif 0 < len(known) <= 5:
+        fix = f"there are {', '.join(sorted(known))}; choose one, or another --namespace"
+    else:
+        fix = "see `lorafleet status`, or choose another --namespace"
+    return UnknownRun("run", name, f"there is no such AdapterRun in namespace {namespace}; {fix}")
 
 
 def _sorted(runs: dict[str, Object]) -> list[Object]:
     return sorted(runs.values(), key=lambda r: (r["metadata"]["creationTimestamp"], r["metadata"]["name"]))
-
-
-@asynccontextmanager
-async def connect(access: Access) -> AsyncIterator[Kube]:
-    """The cluster of the kubeconfig, until the block ends.
-
-    Raises:
-        CliError: no usable kubeconfig, or the API server is away.
-    """
-    _check_files(access)
-    _spare_loopback_the_proxy()
-    before = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="lorafleet-") as folder:
-        tempfile.tempdir = folder  # kr8s leaves the client's key in a temporary file
-        try:
-            api = await _open(access)
-            yield Kube(api, access.namespace or _namespace(api))
-        finally:
-            tempfile.tempdir = before
-
-
-async def _open(access: Access) -> Any:
-    import kr8s.asyncio
-
-    config = None if access.kubeconfig is None else str(access.kubeconfig)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of API servers newer than itself
-            return await kr8s.asyncio.api(kubeconfig=config, context=access.context)
-    except kr8s.ServerError as error:
-        raise CliError("API server", _shown(access), f"it refuses: {error}; log in again, or mend the file") from error
-    except (httpx.TransportError, kr8s.APITimeoutError) as error:
-        text = f"its API server does not answer ({error}); start it, or choose another --context"
-        raise Unavailable("kubeconfig", _shown(access), text) from error
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError, yaml.YAMLError) as error:
-        raise CliError("kubeconfig", _shown(access), f"it is not usable ({error}); mend it") from error
-
-
-def _namespace(api: Any) -> str:
-    """The context's namespace; kr8s itself takes that of the current context, whatever --context says."""
-    if not api.auth.active_context:
-        return str(api.auth.namespace)
-    context = api.auth.kubeconfig.get_context(api.auth.active_context)
-    return str(context.get("namespace") or "default")
-
-
-def _check_files(access: Access) -> None:
-    if access.kubeconfig is not None:
-        paths = [access.kubeconfig]
-    else:
-        paths = [Path(p).expanduser() for p in os.environ.get("KUBECONFIG", "~/.kube/config").split(":") if p]
-        if _SERVICE_ACCOUNT.exists():
-            return
-    if not any(path.is_file() for path in paths):
-        text = "there is no such file; set KUBECONFIG, or pass --kubeconfig (after `make up`: .lorafleet/kubeconfig)"
-        raise CliError("kubeconfig", ":".join(map(str, paths)), text)
-
-
-def _shown(access: Access) -> str:
-    return str(access.kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config"))
-
-
-def _spare_loopback_the_proxy() -> None:
-    """As kubectl does: what runs on this machine is not asked for through HTTPS_PROXY."""
-    already = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, [already, "localhost,127.0.0.1,::1"]))

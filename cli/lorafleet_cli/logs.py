@@ -10,8 +10,9 @@ from rich.console import Console
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_cli import facts
-from lorafleet_cli.errors import CliError, Unavailable
+from lorafleet_cli.errors import CliError, UnknownRun
 from lorafleet_cli.kube import Kube, Object
+from lorafleet_cli.patience import Patience
 from lorafleet_cli.runtime import open_runtime
 
 _POLL_SECONDS = 1.0
@@ -22,16 +23,20 @@ async def logs(kube: Kube, console: Console, name: str, *, follow: bool, as_json
     """Print the log; with `follow` go on until the run is deregistered or deleted."""
     run = await kube.run(name)
     after = await _print_new(kube, console, run, None, as_json)
+    patience = Patience()
     told = False
     while follow:
-        over = await _over(kube, run)  # before the last reading: what is written until then is still printed
         try:
+            over = await _over(kube, run)  # before the last reading: what is written until then is still printed
             after = await _print_new(kube, console, run, after, as_json)
-        except Unavailable as error:
+        except CliError as error:
+            if not patience.bears(error):
+                raise
             if not told:
                 print(f"waiting: {error}", file=sys.stderr)
             told = True
         else:
+            patience.heard()
             told = False
             if over:
                 return
@@ -43,7 +48,7 @@ async def _print_new(kube: Kube, console: Console, run: Object, after: str | Non
     async with open_runtime(kube, await kube.pool_of(run)) as runtime:
         found = await runtime.get(run, "log", after=after)
     for entry in found["entries"]:
-        console.print(json.dumps(entry) if as_json else line(entry), markup=False, soft_wrap=True)
+        console.print(json.dumps(entry) if as_json else facts.printable(line(entry)), markup=False, soft_wrap=True)
     if after is None and not found["entries"]:
         print("the runtime has written nothing about this run yet", file=sys.stderr)
     return str(found["next"])
@@ -52,10 +57,8 @@ async def _print_new(kube: Kube, console: Console, run: Object, after: str | Non
 async def _over(kube: Kube, run: Object) -> bool:
     try:
         now = await kube.run(run["metadata"]["name"])
-    except Unavailable:
-        return False
-    except CliError:
-        return True  # deleted
+    except UnknownRun:
+        return True
     return now["metadata"]["uid"] != run["metadata"]["uid"] or facts.holds(now, reasons.DEREGISTERED)
 
 

@@ -5,6 +5,7 @@ Each command's module is imported when it is called, so that help and usage erro
 
 import asyncio
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,8 @@ import typer
 from rich.console import Console
 
 from lorafleet_cli.errors import CliError
-from lorafleet_cli.kube import Access, Kube, connect
+from lorafleet_cli.kube import Kube
+from lorafleet_cli.kubeconfig import Access, connect
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -150,17 +152,38 @@ def convert(
         _fail(error, debug, code=2)
     for warning in warnings:
         typer.echo(warning, err=True)
-    typer.echo(manifest, nl=False)
+    try:
+        typer.echo(manifest, nl=False)
+    except BrokenPipeError:
+        _end_pipe()
 
 
 def main() -> None:
     """Entry point of both names."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signum, _stop)
     name = Path(sys.argv[0]).name
     app(prog_name="kubectl lorafleet" if name.startswith("kubectl-") else "lorafleet")
 
 
+def _stop(signum: int, _: object) -> NoReturn:
+    """An ordinary end, so that the temporary folder with the user's key is removed."""
+    for other in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
+    raise SystemExit(128 + signum)
+
+
+class _Console(Console):
+    """Leaves a closed pipe to the command's border, where rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Called where a BrokenPipeError is handled."""
+        raise
+
+
 def _console() -> Console:
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH  # for files and pipes: no line is cut
     return console
@@ -177,14 +200,19 @@ def _run(command: Callable[[Kube], Awaitable[int | None]], access: Access, debug
         _fail(error, debug)
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of our output has enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
+    except BrokenPipeError:
+        _end_pipe()
     except Exception as error:  # noqa: BLE001 (the command's border: a traceback is for --debug)
         unexpected = CliError("internal error", type(error).__name__, f"{error}; run it with --debug and report it")
         unexpected.__cause__ = error
         _fail(unexpected, debug)
     raise typer.Exit(code or 0)
+
+
+def _end_pipe() -> NoReturn:
+    """The reader of our output has enough, as `head` does: end as one whom SIGPIPE ends, without its noise."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise typer.Exit(128 + signal.SIGPIPE)
 
 
 def _fail(error: CliError, debug: bool, code: int = 1) -> NoReturn:

@@ -8,7 +8,6 @@ import asyncio
 import base64
 import binascii
 import json
-import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,12 +18,11 @@ import httpx
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_cli.errors import CliError, Forbidden, Unavailable
 from lorafleet_cli.facts import condition, holds
-from lorafleet_cli.forward import forward
+from lorafleet_cli.forward import find_service, forward
 from lorafleet_cli.kube import Kube, Object
 
 _CONNECT_SECONDS = 3.0
 _READ_SECONDS = 30.0
-_SERVICE = re.compile(r"([a-z0-9-]+)(?:\.([a-z0-9-]+)(?:\.svc(?:\.[a-z0-9.-]+)?)?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ async def resolve(kube: Kube, pool: Object) -> Endpoint:
         data = await kube.secret(ref["name"], namespace)
     except Forbidden as error:
         text = "you may not read it, and the runtime's token is in it; ask for get on this Secret"
-        raise CliError("tokenSecretRef", secret, text) from error
+        raise Forbidden("tokenSecretRef", secret, text) from error
     if data is None:
         text = "there is no such Secret; create it with the runtime's token under the key that the pool names"
         raise CliError("tokenSecretRef", secret, text)
@@ -136,9 +134,9 @@ async def open_runtime(kube: Kube, pool: Object) -> AsyncIterator[Runtime]:
     async with AsyncExitStack() as stack:
         base, extensions = endpoint.url, {}
         why = await _unreachable(endpoint.url)
-        service = service_of(endpoint.url.host, pool["metadata"]["namespace"])
-        if why is not None and service is not None:
-            port = await stack.enter_async_context(forward(kube, *service, _port(endpoint.url)))
+        service = None if why is None else await find_service(kube, endpoint.url.host, pool["metadata"]["namespace"])
+        if service is not None:
+            port = await stack.enter_async_context(forward(kube, service, _port(endpoint.url)))
             extensions = {"sni_hostname": endpoint.url.host}  # its certificate is for the Service
             base = endpoint.url.copy_with(host="127.0.0.1", port=port)
         elif why is not None:
@@ -164,14 +162,6 @@ class _Transport(httpx.AsyncHTTPTransport):
         """Send."""
         request.extensions = {**request.extensions, **self._extensions}
         return await super().handle_async_request(request)
-
-
-def service_of(host: str, namespace: str) -> tuple[str, str] | None:
-    """(Service, namespace) when a host is a name inside the cluster, as svc, svc.ns or svc.ns.svc.cluster.local."""
-    match = _SERVICE.fullmatch(host)
-    if match is None or host == "localhost" or host.replace(".", "").isdigit():
-        return None
-    return match[1], match[2] or namespace
 
 
 def _port(url: httpx.URL) -> int:

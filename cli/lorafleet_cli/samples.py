@@ -16,7 +16,7 @@ async def samples(kube: Kube, console: Console, name: str, *, step: int | None, 
     run = await kube.run(name)
     async with open_runtime(kube, await kube.pool_of(run)) as runtime:
         found = await runtime.get(run, "samples", step=step)
-    text = json.dumps(found, indent=2) if as_json else render(found)
+    text = json.dumps(found, indent=2) if as_json else facts.printable(render(found))
     console.print(text, markup=False, soft_wrap=True)
 
 

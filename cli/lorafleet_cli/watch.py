@@ -9,13 +9,13 @@ from contextlib import nullcontext
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_cli import facts
 from lorafleet_cli.errors import CliError
 from lorafleet_cli.kube import Kube, Object, unknown_run
 from lorafleet_cli.runtime import open_runtime
+from lorafleet_cli.table import WIDE, runs_table
 
 
 async def watch(kube: Kube, console: Console, name: str | None) -> int:
@@ -69,7 +69,7 @@ class Board:
     """The newest objects, and what has been seen of their rewards.
 
     Args:
-        console: where lines go when there is no terminal.
+        console: where it is shown; lines go there when it is no terminal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -102,16 +102,15 @@ class Board:
     def render(self) -> Group:
         """The live table."""
         now = time.time()
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for heading in ("NAME", "STATUS", "PROGRESS", "STEP", "REWARD", "", "ETA"):
-            table.add_column(heading, no_wrap=True, justify="right" if heading in ("STEP", "REWARD", "ETA") else "left")
+        table = runs_table(("NAME", "STATUS", "PROGRESS", "STEP", "REWARD", "", "ETA"))
+        bar, spark = (24, 20) if self._console.width >= WIDE else (8, 8)
         notes = []
         for run in self._runs:
             done, target = facts.progress(run)
             table.add_row(
-                run["metadata"]["name"], self._state(run, now), facts.bar(done, target, 24),
+                run["metadata"]["name"], self._state(run, now), facts.bar(done, target, bar),
                 f"{done}/{'?' if target is None else target}", facts.number(facts.status_of(run).get("rewardMean")),
-                self._spark(run), facts.duration(facts.eta_seconds(run, now)),
+                self._spark(run, spark), facts.duration(facts.eta_seconds(run, now)),
             )  # fmt: skip
             note = facts.note(run, now)
             if note is not None:
@@ -147,6 +146,6 @@ class Board:
     def _state(self, run: Object, now: float) -> str:
         return "Deleted" if run["metadata"]["uid"] in self._gone else facts.state(run, now)
 
-    def _spark(self, run: Object) -> str:
+    def _spark(self, run: Object, width: int) -> str:
         rewards = self._rewards.get(run["metadata"]["uid"], {})
-        return facts.sparkline([rewards[step] for step in sorted(rewards)])
+        return facts.sparkline([rewards[step] for step in sorted(rewards)], width)

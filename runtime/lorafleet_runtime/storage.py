@@ -122,7 +122,7 @@ def next_boot_epoch(root: Path, pool: str) -> int:
     """Raise and return the pool's boot counter; durable before it is returned.
 
     Raises:
-        ConfigError: storage cannot be written.
+        ConfigError: storage cannot be written, or the counter is damaged.
     """
     path = pool_directory(root, pool) / "boot.json"
     try:
@@ -130,6 +130,9 @@ def next_boot_epoch(root: Path, pool: str) -> int:
         write_durably(path, {"bootEpoch": epoch})
     except OSError as error:
         raise ConfigError(f"storageRoot: {root} cannot be written ({error}); mount a writable volume") from error
+    except (ValueError, KeyError, TypeError) as error:
+        fix = 'write {"bootEpoch": N} to it, N above every bootEpoch in the status of the pool and its runs'
+        raise ConfigError(f"{path} is damaged ({error}); {fix}") from error
     return epoch
 
 

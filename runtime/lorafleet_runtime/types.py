@@ -192,6 +192,8 @@ class Loaded:
     uid: str
     step: int
     cursor: Cursor
+    incarnation: str = ""
+    """Of the registration that made the last step; empty when there was none."""
 
 
 @dataclass(frozen=True, slots=True)

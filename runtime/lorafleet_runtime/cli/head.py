@@ -19,7 +19,7 @@ from types import FrameType
 
 import psutil
 
-from lorafleet_runtime.cli.predecessor import end_predecessor, end_tree, identity
+from lorafleet_runtime.cli.predecessor import end_predecessor, end_tree, identity, refuse_living_head
 from lorafleet_runtime.config.config import RuntimeConfig
 from lorafleet_runtime.errors import ConfigError
 
@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.5
 _LONGEST_BACKOFF_SECONDS = 30.0
 _STABLE_SECONDS = 60.0
-_STOP_SECONDS = 15.0
-"""Longer than serve takes to save its runs."""
+SERVE_STOP_SECONDS = 30.0
+"""From SIGTERM to SIGKILL: longer than serve takes to save its runs, end its HTTP server and write its logs."""
+RAY_STOP_SECONDS = 5.0
+"""For Ray, which keeps nothing."""
 
 
 def supervise(config_path: Path, config: RuntimeConfig) -> int:
@@ -38,7 +40,7 @@ def supervise(config_path: Path, config: RuntimeConfig) -> int:
     A `serve` that exits with 2 (its configuration cannot work) ends the supervisor too: a restart would not help.
 
     Raises:
-        ConfigError: the Ray head does not start.
+        ConfigError: the Ray head does not start, or another supervisor runs with this configuration.
     """
     stop = threading.Event()
 
@@ -47,12 +49,13 @@ def supervise(config_path: Path, config: RuntimeConfig) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    end_predecessor(config.state_file, _STOP_SECONDS)
+    refuse_living_head(config.state_file)
+    end_predecessor(config.state_file, SERVE_STOP_SECONDS, RAY_STOP_SECONDS)
     ray_head, address = _start_ray(config)
     try:
         return _keep_serving(config_path, config, ray_head, address, stop)
     finally:
-        _stop(ray_head)
+        _stop(ray_head, RAY_STOP_SECONDS)
 
 
 def _keep_serving(
@@ -67,11 +70,11 @@ def _keep_serving(
         while serve.poll() is None and ray_head.poll() is None and not stop.is_set():
             stop.wait(0.2)
         if stop.is_set():
-            _stop(serve)
+            _stop(serve, SERVE_STOP_SECONDS)
             return 0
         if ray_head.poll() is not None:
             log.error("the Ray head exited with %s; this supervisor ends too", ray_head.returncode)
-            _stop(serve)
+            _stop(serve, SERVE_STOP_SECONDS)
             return 1
         if serve.returncode == 2:
             return 2
@@ -108,7 +111,7 @@ def _start_ray(config: RuntimeConfig) -> "tuple[subprocess.Popen[bytes], str]":
     deadline = time.monotonic() + 60
     while not _listens(host, port):
         if process.poll() is not None or time.monotonic() > deadline:
-            _stop(process)
+            _stop(process, RAY_STOP_SECONDS)
             raise ConfigError(f"the Ray head did not start on {host}:{port}; its output above says why")
         time.sleep(0.1)
     return process, f"{host}:{port}"
@@ -123,10 +126,10 @@ def _write_state(config: RuntimeConfig, address: str, **pids: int) -> None:
     temporary.replace(config.state_file)
 
 
-def _stop(process: "subprocess.Popen[bytes]") -> None:
+def _stop(process: "subprocess.Popen[bytes]", grace_seconds: float) -> None:
     """End the process and every descendant that it leaves behind."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        end_tree(psutil.Process(process.pid), _STOP_SECONDS)
+        end_tree(psutil.Process(process.pid), grace_seconds)
     process.wait()
 
 

@@ -1,16 +1,20 @@
 """Ends what a supervisor that was killed left behind: its `serve`, which saves its runs first, and its Ray.
 
-Called by head.py before it starts anything: an orphaned `serve` would keep the port, and its trainer and engines would
-keep their memory. Knows processes by pid and start time, from the state file, so a reused pid is left alone.
+Called by head.py before it starts anything; a runtime whose supervisor lives is left alone. An orphaned `serve` would
+keep the port, and its trainer and engines would keep their memory. Knows processes by pid and start time, from the
+state file, so a reused pid is left alone.
 """
 
 import contextlib
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from lorafleet_runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -23,19 +27,36 @@ def identity(pid: int) -> dict[str, int | None]:
     return {"pid": pid, "started": _start_ticks(pid)}
 
 
-def end_predecessor(state_file: Path | None, grace_seconds: float) -> None:
+def refuse_living_head(state_file: Path | None) -> None:
+    """Check that no other supervisor runs with this state file.
+
+    Raises:
+        ConfigError: one does; names its pid.
+    """
+    about = _recorded(state_file).get("head")
+    process = None if about is None else _find(about)
+    if process is not None and process.pid != os.getpid():
+        raise ConfigError(
+            f"stateFile: {state_file}: the supervisor with pid {process.pid} runs this runtime; "
+            "stop it first, or give this one a configuration of its own"
+        )
+
+
+def end_predecessor(state_file: Path | None, serve_seconds: float, ray_seconds: float) -> None:
     """End the processes that the state file names, serve before Ray, and all that they started.
 
     Args:
         state_file: of this runtime; one that is missing or unreadable names nothing.
-        grace_seconds: what each gets between SIGTERM and SIGKILL.
+        serve_seconds: what serve gets between SIGTERM and SIGKILL.
+        ray_seconds: the same, for the Ray head.
     """
-    for title, about in _recorded(state_file).items():
-        process = _find(about)
+    recorded = _recorded(state_file)
+    for key, title, grace in (("serve", "serve", serve_seconds), ("ray", "the Ray head", ray_seconds)):
+        process = _find(recorded[key]) if key in recorded else None
         if process is None:
             continue
         log.warning("%s (pid %d) outlived its supervisor; ending it", title, process.pid)
-        end_tree(process, grace_seconds)
+        end_tree(process, grace)
 
 
 def end_tree(process: psutil.Process, grace_seconds: float) -> None:
@@ -57,11 +78,11 @@ def _recorded(state_file: Path | None) -> dict[str, Any]:
     if state_file is None:
         return {}
     try:
-        state = json.loads(state_file.read_text())
-        return {title: state[key] for title, key in (("serve", "serve"), ("the Ray head", "ray")) if key in state}
+        state: dict[str, Any] = json.loads(state_file.read_text())
+        return {key: about for key, about in state.items() if isinstance(about, dict)}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         log.warning(
             "stateFile: %s cannot be read (%s); what an earlier supervisor left is not ended", state_file, error
         )
@@ -69,8 +90,8 @@ def _recorded(state_file: Path | None) -> dict[str, Any]:
 
 
 def _find(about: dict[str, int | None]) -> psutil.Process | None:
-    pid = about["pid"]
-    if pid is None or _start_ticks(pid) != about["started"]:
+    pid = about.get("pid")
+    if pid is None or _start_ticks(pid) != about.get("started"):
         return None
     try:
         process = psutil.Process(pid)

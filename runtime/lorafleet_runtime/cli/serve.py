@@ -29,7 +29,7 @@ from lorafleet_runtime.storage import next_boot_epoch, pool_directory
 
 log = logging.getLogger(__name__)
 
-_DRAIN_SECONDS = 12.0
+_DRAIN_SECONDS = 20.0
 _FLUSH_SECONDS = 2.0
 
 

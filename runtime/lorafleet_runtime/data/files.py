@@ -22,7 +22,13 @@ OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "hf")
 """URL schemes that a run may name. Others (file, http, chained ones) would reach past the pool's storage."""
 
 MAX_BYTES = 1 << 30
-"""Largest file, for parquet also without its compression. Rows are Python objects in a process that all runs share."""
+"""Largest file; of parquet also of what it unpacks to, counted while it is read. The rows' Python objects take a small
+multiple of it, in a process that all runs share."""
+
+MAX_ROWS = 4_000_000
+"""Most rows: a few bytes of a file can stand for a row, whose Python objects take hundreds."""
+
+_BATCH_ROWS = 64
 
 _MAX_COLUMNS = 20
 """Column names in a message; a condition's message is cut at its end, where the fix is."""
@@ -140,6 +146,8 @@ def _parse_jsonl(content: bytes, data: str, field: str) -> tuple[list[dict[str, 
             raise _error(field, data, f"line {number} is not JSON ({error}); write one JSON object per line") from error
         if not isinstance(row, dict):
             raise _error(field, data, f"line {number} is a {type(row).__name__}; write one JSON object per line")
+        if len(rows) == MAX_ROWS:
+            raise _error(field, data, f"has more than {MAX_ROWS} rows; split it")
         rows.append(row)
         places.append(f"line {number}")
     return rows, places
@@ -157,18 +165,39 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse_parquet(content: bytes, data: str, field: str) -> tuple[list[dict[str, Any]], list[str]]:
     try:
         stored = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
-        groups = (stored.metadata.row_group(i) for i in range(stored.metadata.num_row_groups))
-        if sum(group.total_byte_size for group in groups) > MAX_BYTES:
-            raise ValueError(f"it unpacks to more than {MAX_BYTES >> 20} MiB")
         twice = [name for name in stored.schema_arrow.names if stored.schema_arrow.names.count(name) > 1]
         if twice:
             raise ValueError(f"column {twice[0]!r} is there twice")
-        table = stored.read()
-        rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+        rows = _unpack(stored)
     except (pyarrow.ArrowException, OSError, KeyError, ValueError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise _error(field, data, f"is no readable parquet file ({text}); write it again") from error
-    return rows, sorted(table.column_names)
+    return rows, sorted(stored.schema_arrow.names)
+
+
+def _unpack(stored: pyarrow.parquet.ParquetFile) -> list[dict[str, Any]]:
+    """All rows; stops as soon as they are too much.
+
+    Raises:
+        ValueError: more than MAX_BYTES or MAX_ROWS; the text says which.
+    """
+    too_much = f"it unpacks to more than {MAX_BYTES >> 20} MiB"
+    sizes = [stored.metadata.row_group(i).total_byte_size for i in range(stored.metadata.num_row_groups)]
+    if sum(sizes) > MAX_BYTES:
+        raise ValueError(too_much)
+    # The file's own sizes count a dictionary's values once, however often rows repeat them. No value is longer than its
+    # row group, so that a batch of this many rows unpacks to little more than the limit.
+    batch_rows = max(1, min(_BATCH_ROWS, MAX_BYTES // max([1, *sizes])))
+    rows: list[dict[str, Any]] = []
+    unpacked = 0
+    for batch in stored.iter_batches(batch_size=batch_rows):
+        unpacked += batch.nbytes
+        if unpacked > MAX_BYTES:
+            raise ValueError(too_much)
+        if len(rows) + batch.num_rows > MAX_ROWS:
+            raise ValueError(f"it has more than {MAX_ROWS} rows")
+        rows += batch.to_pylist(maps_as_pydicts="strict")
+    return rows
 
 
 def _error(field: str, data: str, problem: str) -> RunError:

@@ -5,6 +5,7 @@ meaning for a run without an object; values are checked by `admission.parse_spec
 """
 
 import math
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +15,9 @@ from lorafleet_runtime.registry.admission import SpecProblem
 
 POOL_REF = {"name": "api"}
 """What `poolRef` says for runs that have no object: they are the runtime's own pool's."""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+"""A run's name; it is a folder's too."""
 
 _WITHOUT_OBJECT = {
     "poolRef": "this runtime has one pool",

@@ -11,20 +11,18 @@ One lock orders all writes of records. After an await the registry is looked at 
 
 import asyncio
 import errno
-import json
 import logging
-import re
 import time
 import uuid
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.loop.api_config import ConfigProblem, explain, to_spec, users_field
+from lorafleet_runtime.loop.api_config import NAME, ConfigProblem, explain, to_spec, users_field
+from lorafleet_runtime.loop.api_files import newest_checkpoint, read_records, remove_durably
 from lorafleet_runtime.loop.exports import check_target, export, is_there
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.registry.admission import SpecProblem, check_limits, parse_spec
@@ -32,17 +30,7 @@ from lorafleet_runtime.registry.api_owned import DELETED_TEXT, NAMESPACE, Record
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.registry.run import TERMINAL, Run
 from lorafleet_runtime.rewards.resolve import resolve_reward
-from lorafleet_runtime.storage import (
-    STATE_FILE,
-    WEIGHTS_FILE,
-    inside,
-    latest_checkpoint,
-    run_directory,
-    step_of,
-    sync_directory,
-    write_durably,
-)
-from lorafleet_runtime.types import Artifact
+from lorafleet_runtime.storage import inside, write_durably
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +38,6 @@ RETRY_SECONDS = 5.0
 KEPT_ENDED = 1024
 """Records of ended runs; beyond, the oldest are forgotten. Their files stay."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _RESERVED = frozenset({"state"})
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -87,29 +74,28 @@ class ApiRuns:
         self._root = storage_root
         self._records: dict[str, Record] = {}
         """What is durable, by uid."""
-        self._failed_exports: dict[str, int] = {}
+        self._open: dict[str, None] = {}
+        """Of these, in order, those that may still change or owe an export. The others cost no look."""
+        self._export_again: dict[str, float] = {}
+        """Monotonic time before which a failed export is not tried again, by uid."""
+        self._hopeless_exports: dict[str, int] = {}
+        """Step that no retry would copy, by uid."""
+        self._unwanted: dict[str, None] = {}
+        """Runs whose files could not be removed yet."""
         self._lock = asyncio.Lock()
 
     # --- boot ------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Bring back every recorded run. A file that cannot be used is reported and left alone."""
-        records = [r for path in sorted(self._folder.glob("[!.]*.json")) if (r := _read(path)) is not None]
-        for record in sorted(records, key=lambda r: (r.created, r.uid)):
+        for record in read_records(self._folder):
             try:
-                run = restore(self._registry, record, self._newest(record))
+                run = restore(self._registry, record, newest_checkpoint(self._root, record))
             except SpecProblem as error:
                 log.error("%s: not restored: %s; correct the file or remove it", self._path(record.uid), error)
                 continue
-            self._records[record.uid] = record
+            self._take(record)
             log.info("API-owned run %s (%s) is back: %s", record.name, record.uid, run.state)
-
-    def _newest(self, record: Record) -> Artifact | None:
-        newest = latest_checkpoint(run_directory(self._root, NAMESPACE, record.name, record.uid))
-        if newest is None:
-            return None
-        digest = json.loads((newest / STATE_FILE).read_text())["files"][WEIGHTS_FILE].get("sha256", "")
-        return Artifact(str(newest), step_of(newest), digest)
 
     # --- calls -----------------------------------------------------------------------------------------------
 
@@ -135,17 +121,15 @@ class ApiRuns:
         async with self._lock:
             record = await asyncio.to_thread(self._admit, name, config)
             self._check_free(record)
-            await self._write(record)
             try:
-                self._check_free(record)  # the operator may have spoken meanwhile
+                await self._write(record)
+                self._check_free(record)  # the operator may have spoken meanwhile; no await from here to `put`
             except Refused:
-                await self._remove(record.uid)
+                await self._discard(record.uid)  # a write may fail after its rename, too
                 raise
-            for old in [r for r in self.runs() if r.name == name]:
-                self._registry.delete(old.uid)
-                await self._remove(old.uid)
-            self._records[record.uid] = record
-            return self._registry.put(
+            replaced = [old.uid for old in self.runs() if old.name == name]
+            self._take(record)
+            run = self._registry.put(
                 record.uid,
                 dict(record.spec),
                 namespace=NAMESPACE,
@@ -154,6 +138,9 @@ class ApiRuns:
                 created=record.created,
                 owner="api",
             )
+            for uid in replaced:  # it is registered: nothing below may take the answer away
+                await self._discard(uid)
+            return run
 
     async def retire(self, name: str) -> Run:
         """Take a run from training for good; its record stays. A run that has ended, or is about to, is left alone.
@@ -175,7 +162,7 @@ class ApiRuns:
 
     def _admit(self, name: str, config: dict[str, Any]) -> Record:
         """Every check that needs no slot; looks at storage, so it runs in a thread."""
-        if not _NAME.fullmatch(name) or name in _RESERVED:
+        if not NAME.fullmatch(name) or name in _RESERVED:
             fix = "use 1 to 253 letters, digits, '.', '_' and '-', a letter or digit first; 'state' is a route"
             raise Refused(400, "name", name, fix)
         try:
@@ -229,65 +216,112 @@ class ApiRuns:
         while True:
             try:
                 await self.flush()
-                pause = None
             except (OSError, Refused) as error:
                 log.error("records of API-owned runs: %s; trying again in %.0f s", error, RETRY_SECONDS)
-                pause = RETRY_SECONDS
-            await self._signal.wait(pause)
+                await asyncio.sleep(RETRY_SECONDS)  # not the signal: every event would be another try
+            else:
+                await self._signal.wait(self._seconds_to_retry())
 
     async def flush(self) -> None:
-        """Bring every record and export up to date; returns without an await after the last look.
+        """Bring every record up to date, and after them the exports whose time has come.
+
+        Each record is tried once, whatever becomes of the others; an export that fails is tried again by a later call,
+        RETRY_SECONDS from then. When it returns, nothing has changed since its last look.
 
         Raises:
-            Refused, OSError: storage takes no more at the moment.
+            Refused, OSError: storage takes a record, or the removal of one, no more at the moment; the first such
+                problem. The others were tried all the same.
         """
-        while (run := self._behind()) is not None:
-            async with self._lock:
-                if run.uid not in self._records:
-                    continue
-                record = observe(self._records[run.uid], run)
-                if record != self._records[run.uid]:
-                    await self._write(record)
-                    self._records[run.uid] = record
-            if record.save is not None and self._to_export(record, run) is not None:
-                await self._export(record, run)
-        for uid in self._surplus():
-            self._registry.delete(uid)
-            await self._remove(uid)
+        problems: dict[str, Exception] = {}
+        while True:
+            if (uid := self._unrecorded(problems)) is not None:
+                work = self._follow(uid)
+            elif (uid := self._removable(problems)) is not None:
+                work = self._remove(uid)
+            elif (uid := self._unexported()) is not None:
+                work = self._export(uid)
+            else:
+                break
+            try:
+                await work
+            except (OSError, Refused) as error:
+                problems[uid] = error
+        for problem in problems.values():
+            raise problem
 
-    def _behind(self) -> Run | None:
-        for run in self.runs():
-            record = self._records.get(run.uid)
-            if record is not None and (observe(record, run) != record or self._to_export(record, run) is not None):
-                return run
+    def _unrecorded(self, tried: Container[str]) -> str | None:
+        for uid in list(self._open):
+            run, record = self._registry.runs.get(uid), self._records[uid]
+            if run is None or uid in tried:
+                continue
+            if observe(record, run) != record:
+                return uid
+            if run.state in TERMINAL and not self._owes(record, run):
+                del self._open[uid]
         return None
 
-    def _to_export(self, record: Record, run: Run) -> Artifact | None:
-        new = run.artifact
-        if record.save is None or new is None or new.step <= (record.exported_step or -1):
-            return None
-        return None if self._failed_exports.get(run.uid) == new.step else new
-
-    async def _export(self, record: Record, run: Run) -> None:
-        artifact = self._to_export(record, run)
-        assert artifact is not None and record.save is not None
-        try:
-            await asyncio.to_thread(export, self._root, artifact, record.save)
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno in _FULL and is_there(artifact):
-                raise
-            log.error("run %s: step %d not copied to save %s: %s", run.name, artifact.step, record.save, error)
-            self._failed_exports[run.uid] = artifact.step
-            return
+    async def _follow(self, uid: str) -> None:
         async with self._lock:
-            if (now := self._records.get(run.uid)) is not None:
-                now = now.model_copy(update={"exported_step": artifact.step})
-                await self._write(now)
-                self._records[run.uid] = now
+            run, record = self._registry.runs.get(uid), self._records.get(uid)
+            if run is not None and record is not None and (seen := observe(record, run)) != record:
+                await self._write(seen)
+                self._records[uid] = seen
 
-    def _surplus(self) -> list[str]:
-        ended = [r for r in self.runs() if r.state in TERMINAL and r.uid in self._records]
-        return [r.uid for r in ended[: max(0, len(ended) - KEPT_ENDED)]]
+    def _unexported(self) -> str | None:
+        now = time.monotonic()
+        for uid in self._open:
+            run = self._registry.runs.get(uid)
+            if run is not None and self._owes(self._records[uid], run) and now >= self._export_again.get(uid, now):
+                return uid
+        return None
+
+    def _owes(self, record: Record, run: Run) -> bool:
+        """A checkpoint has not been copied to `save`, and that is not hopeless."""
+        artifact, exported = run.artifact, -1 if record.exported_step is None else record.exported_step
+        if record.save is None or artifact is None or artifact.step <= exported:
+            return False
+        return self._hopeless_exports.get(run.uid) != artifact.step
+
+    async def _export(self, uid: str) -> None:
+        run, record = self._registry.runs[uid], self._records[uid]
+        artifact, save = run.artifact, record.save
+        assert artifact is not None and save is not None
+        try:
+            await asyncio.to_thread(export, self._root, artifact, save)
+            async with self._lock:
+                if (now := self._records.get(uid)) is not None:
+                    now = now.model_copy(update={"exported_step": artifact.step})
+                    await self._write(now)
+                    self._records[uid] = now
+        except (OSError, ValueError, Refused) as error:
+            why = f"run {run.name}: step {artifact.step} not copied to save {save}: {error}"
+            if isinstance(error, ValueError) or not is_there(artifact):
+                log.error("%s", why)
+                self._hopeless_exports[uid] = artifact.step
+                self._export_again.pop(uid, None)
+                return
+            if uid not in self._export_again:
+                log.error("%s; trying again every %.0f s", why, RETRY_SECONDS)
+            self._export_again[uid] = time.monotonic() + RETRY_SECONDS
+        else:
+            self._export_again.pop(uid, None)
+
+    def _seconds_to_retry(self) -> float | None:
+        waiting = [again for uid, again in self._export_again.items() if uid in self._open]
+        return max(0.0, min(waiting) - time.monotonic()) if waiting else None
+
+    def _removable(self, tried: Container[str]) -> str | None:
+        """A file that should be gone, or the oldest ended run beyond the bound."""
+        if (uid := next((uid for uid in self._unwanted if uid not in tried), None)) is not None:
+            return uid
+        ended = len(self._records) - sum(self._lives(uid) for uid in self._open)
+        if ended <= KEPT_ENDED:
+            return None
+        return next((r.uid for r in self.runs() if r.state in TERMINAL and r.uid in self._records), None)
+
+    def _lives(self, uid: str) -> bool:
+        run = self._registry.runs.get(uid)
+        return run is not None and run.state not in TERMINAL
 
     # --- files -----------------------------------------------------------------------------------------------
 
@@ -303,25 +337,23 @@ class ApiRuns:
             text = f"storage did not take the record ({error.strerror or error}); nothing was changed; {fix}"
             raise Refused(507 if full else 503, "storage", str(self._folder), text) from error
 
+    def _take(self, record: Record) -> None:
+        self._records[record.uid] = record
+        self._open[record.uid] = None
+
+    async def _discard(self, uid: str) -> None:
+        """Remove a record; storage that refuses is asked again by `flush`."""
+        try:
+            await self._remove(uid)
+        except OSError as error:
+            path = self._path(uid)
+            log.error("%s should be gone and cannot be removed (%s); trying again; remove it by hand", path, error)
+            self._signal.set()
+
     async def _remove(self, uid: str) -> None:
-        self._records.pop(uid, None)
-        self._failed_exports.pop(uid, None)
-
-        def remove() -> None:
-            self._path(uid).unlink(missing_ok=True)
-            sync_directory(self._folder)
-
-        await asyncio.to_thread(remove)
-
-
-def _read(path: Path) -> Record | None:
-    try:
-        record = Record.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
-        log.error("%s is no record of a run (%s); skipped; restore it from a backup or remove it", path, why)
-        return None
-    if f"{record.uid}.json" != path.name or not _NAME.fullmatch(record.name):
-        log.error("%s names uid %s and run %r; skipped; give the file its own name", path, record.uid, record.name)
-        return None
-    return record
+        self._registry.delete(uid)
+        for known in (self._records, self._open, self._export_again, self._hopeless_exports):
+            known.pop(uid, None)
+        self._unwanted[uid] = None
+        await asyncio.to_thread(remove_durably, self._path(uid))
+        self._unwanted.pop(uid, None)

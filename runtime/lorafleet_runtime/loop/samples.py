@@ -3,7 +3,7 @@
     header line  {"step", "time", "groups", "samples"}: the true counts
     one line per recorded group  {"index", "version", "prompt", "samples": [{"text", "reward", "advantage", ...}]}
 
-Written by the train task through the background writer, read by the HTTP layer. Bounded: the newest KEPT_STEPS steps
+Cut by the train task, written by the background writer, read by the HTTP layer. Bounded: the newest KEPT_STEPS steps
 of a run, at most MOST_SAMPLES samples a step, texts cut at MOST_CHARACTERS. Imports no ray and no torch.
 """
 
@@ -23,16 +23,16 @@ MOST_CHARACTERS = 16_384
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
-def write_samples(directory: Path, step: int, groups: Sequence[PromptGroup]) -> None:
-    """Write a step's file, whole or not at all, and delete those that are too old.
+Lines = list[dict[str, Any]]
+"""The header and the recorded groups."""
+
+
+def cut_samples(step: int, groups: Sequence[PromptGroup]) -> Lines:
+    """What is written of a step. Holds nothing of the groups but that: no token ids and no log-probabilities.
 
     Args:
-        directory: the run's.
         step: the step that was just made, from 1.
-        groups: what went into it; the first ones are written, up to MOST_SAMPLES samples.
-
-    Raises:
-        OSError: the storage refuses.
+        groups: what went into it; the first ones are taken, up to MOST_SAMPLES samples.
     """
     header = {
         "step": step,
@@ -40,10 +40,23 @@ def write_samples(directory: Path, step: int, groups: Sequence[PromptGroup]) -> 
         "groups": len(groups),
         "samples": sum(len(group.samples) for group in groups),
     }
+    return [header, *(_group_line(group) for group in _first(groups))]
+
+
+def write_samples(directory: Path, lines: Lines) -> None:
+    """Write a step's file, whole or not at all, and delete those that are too old.
+
+    Args:
+        directory: the run's.
+        lines: of `cut_samples`.
+
+    Raises:
+        OSError: the storage refuses.
+    """
+    step = lines[0]["step"]
     folder = directory / "samples"
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / ".writing"
-    lines = [header, *(_group_line(group) for group in _first(groups))]
     temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     temporary.replace(folder / f"step_{step}.jsonl")
     for old in recorded_steps(directory)[:-KEPT_STEPS]:

@@ -16,7 +16,7 @@ from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.lifecycle import checkpoint
 from lorafleet_runtime.loop.publishing import publish
-from lorafleet_runtime.loop.samples import write_samples
+from lorafleet_runtime.loop.samples import cut_samples, write_samples
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.types import BatchResult, PromptGroup, RunBatchStats, RunFault, StepResult
 
@@ -154,7 +154,8 @@ def _record(fleet: Fleet, run: Run, result: StepResult, groups: list[PromptGroup
     figures = about(run.uid, step=result.step, reward=reward, lr=result.lr, gradNorm=result.grad_norm, tokens=tokens)
     log.info("run %s: step %d of %s", run.uid, result.step, run.target_step, extra=figures)
     directory = fleet.directory(run)
-    fleet.writer.submit(lambda: write_samples(directory, result.step, groups))
+    lines = cut_samples(result.step, groups)  # a job that waits for a slow disk must not keep the groups
+    fleet.writer.submit(lambda: write_samples(directory, lines), bulky=True)
 
 
 async def _publish(fleet: Fleet, run: Run, n: int, manifest: Any, buffer: Any) -> None:

@@ -1,8 +1,9 @@
 """The parent's side of a reward child process: start, one call at a time with a timeout, restart after a hang.
 
 Called by the rollout worker, one `RewardProcess` per run. Any exchange that does not end in an answer (timeout,
-cancellation, death) kills the child, so that a late answer can never be taken for the next call's. What the function
-prints goes to the worker's log, bounded: a function that prints without end must not fill the disk that all runs share.
+cancellation, death) kills the child and what it started, so that a late answer can never be taken for the next call's;
+that waits for nothing but the child itself. What the function prints goes to the worker's log, bounded: a function that
+prints without end must not fill the disk that all runs share.
 """
 
 import asyncio
@@ -10,8 +11,10 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -22,6 +25,10 @@ _LOGGED_BYTES = 4096
 """Of each call's prints, how much reaches the log."""
 _PRINTED_BYTES = 4 << 20
 """Of each call's prints, how much is taken at all; then the call has failed."""
+_LAST_PRINTS_SECONDS = 0.2
+"""For what a killed child printed last, where something else holds its pipe open."""
+_MARK = "LORAFLEET_REWARD_PROCESS"
+"""Environment variable by which what a child started is known, also outside its process group."""
 
 
 class RewardFailure(Exception):
@@ -57,6 +64,8 @@ class RewardProcess:
         self._printed = 0
         self._printer: asyncio.Task[None] | None = None
         self._child: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.SubprocessTransport | None = None
+        self._mark = secrets.token_hex(16)
         self._lock = asyncio.Lock()
         self._closed = False
 
@@ -112,12 +121,15 @@ class RewardProcess:
         if self.pid is not None:
             return
         await self._kill()
+        loop = asyncio.get_running_loop()
+        # What create_subprocess_exec does, but it keeps the transport, which _kill needs.
         # -P: the working directory is nobody's module path. A session of its own, so that a kill takes what it started.
-        self._child = await asyncio.create_subprocess_exec(
+        self._transport, protocol = await loop.subprocess_exec(
+            lambda: asyncio.subprocess.SubprocessStreamProtocol(_LINE_LIMIT_BYTES, loop),
             sys.executable, "-P", "-m", "lorafleet_runtime.rewards.child",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env={"OMP_NUM_THREADS": "1", **os.environ}, limit=_LINE_LIMIT_BYTES, start_new_session=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ, _MARK: self._mark}, start_new_session=True,
         )  # fmt: skip
+        self._child = asyncio.subprocess.Process(self._transport, protocol, loop)
         assert self._child.stderr is not None
         self._printer = asyncio.create_task(self._take_prints(self._child, self._child.stderr))
         if self._closed:  # while the child was being made
@@ -168,15 +180,30 @@ class RewardProcess:
 
     async def _kill(self) -> None:
         child, self._child = self._child, None
+        transport, self._transport = self._transport, None
         printer, self._printer = self._printer, None
-        if child is None:
+        if child is None or transport is None:
             return
         _kill_group(child)
+        _kill_marked(self._mark)
+        try:
+            if printer is not None:
+                await asyncio.wait({printer}, timeout=_LAST_PRINTS_SECONDS)
+        finally:
+            # wait() returns only once every pipe is closed, and a process that got away may hold them open for ever.
+            transport.close()
         await child.wait()
-        if printer is not None:
-            printer.cancel()  # something that the child started in a session of its own may hold the pipe open
 
 
 def _kill_group(child: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):  # it is gone already, and so is its group
         os.killpg(child.pid, signal.SIGKILL)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill what left the group but kept its environment. One that cleared it too lives on; nothing waits for it."""
+    entry = f"{_MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is another user's, or gone
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)

@@ -52,9 +52,9 @@ class RolloutActor:
 
         self._worker: RolloutWorker = RolloutWorker(pool_spec, model_path, storage_root)
 
-    async def open(self, uid: str, spec: AdapterRunSpec | Mapping[str, Any]) -> DatasetInfo:
+    async def open(self, uid: str, spec: AdapterRunSpec | Mapping[str, Any], started: bool = False) -> DatasetInfo:
         """Read the run's data and start its reward."""
-        return await self._worker.open(uid, spec)
+        return await self._worker.open(uid, spec, started)
 
     async def run_group(
         self, uid: str, index: int, version: VersionId, engine: ActorHandle[Any]

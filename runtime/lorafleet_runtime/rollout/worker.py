@@ -81,7 +81,7 @@ class RolloutWorker:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """One for each run that is being opened or closed: after a restart all its groups ask for open at once."""
 
-    async def open(self, uid: str, spec: AdapterRunSpec | Mapping[str, Any]) -> DatasetInfo:
+    async def open(self, uid: str, spec: AdapterRunSpec | Mapping[str, Any], started: bool = False) -> DatasetInfo:
         """Read the run's data, check its initFrom and start its reward. Idempotent.
 
         Another spec replaces what was open; groups under way finish with what they began with.
@@ -89,6 +89,7 @@ class RolloutWorker:
         Args:
             uid: the run.
             spec: resolved AdapterRunSpec, or its wire form.
+            started: the run was registered before; it resumes and needs its initFrom no more.
 
         Raises:
             RunError: DataError, RewardError, InitError or InvalidSpec, naming the field, the value and the fix.
@@ -98,16 +99,17 @@ class RolloutWorker:
             known = self._runs.get(uid)
             if known is not None and known.spec == resolved:
                 return known.source.info
-            made = await self._make(uid, resolved)
+            made = await self._make(uid, resolved, started)
             self._runs[uid] = made
             if known is not None:
                 known.replaced = True
                 await _end_replaced(known)
         return made.source.info
 
-    async def _make(self, uid: str, spec: AdapterRunSpec) -> _OpenRun:
+    async def _make(self, uid: str, spec: AdapterRunSpec, started: bool) -> _OpenRun:
         target = resolve_reward(spec, self._pool.reward_modules)
-        await asyncio.to_thread(self._check_start, uid, spec)
+        if not started:
+            await asyncio.to_thread(self._check_start, uid, spec)
         source = await asyncio.to_thread(  # a big file takes seconds, and other runs' groups must not wait for it
             open_source, spec, self._tokenizer, self._storage_root, self._pool.engines.max_model_len
         )

@@ -52,7 +52,8 @@ def test_every_key_is_taken_over_or_named(tmp_path: Path) -> None:
         ("- a list", "file"),
         ("data: [", "file"),
         ("rm_type: math", "data"),
-        ("data: x.jsonl", "rm_type, custom_rm_path"),
+        ("data: x.jsonl\nrm_type: math\ncustom_rm_path: a.b", "rm_type, custom_rm_path"),
+        ("data: x.jsonl\nrank: -4", "rank"),
         ("data: x.jsonl\nrm_type: math\nrank: -4", "rank"),
         ("data: x.jsonl\nrm_type: math\nnum_step: 0", "numStep"),
     ],
@@ -69,3 +70,35 @@ def test_num_step_wins_over_num_epoch_as_in_miles(tmp_path: Path) -> None:
     result = convert(tmp_path / "x.yaml", "data: x.jsonl\nrm_type: math\nnum_step: 3\nnum_epoch: 2")
     assert "numEpoch" not in yaml.safe_load(result.stdout)["spec"]
     assert "num_epoch: not taken over: num_step wins" in result.stderr
+
+
+def test_a_reward_and_a_length_may_come_from_the_pool(tmp_path: Path) -> None:
+    result = convert(tmp_path / "x.yaml", "data: x.jsonl")
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.stdout)["spec"] == {"poolRef": {"name": "demo"}, "data": "x.jsonl"}
+    reward, length = result.stderr.splitlines()
+    assert reward.startswith("warning: rm_type: missing: unless the pool's defaults set a reward")
+    assert length.startswith("warning: num_step: missing: ") and "ends after 1 epoch" in length
+
+
+@pytest.mark.parametrize("length", ["num_step: 3", "num_epoch: 2"])
+def test_a_length_is_not_warned_of(tmp_path: Path, length: str) -> None:
+    assert convert(tmp_path / "x.yaml", f"data: x.jsonl\nrm_type: math\n{length}").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("a..b", "a.b"),
+        ("run_.v2", "run.v2"),
+        ("-x.-y-.z", "x.y.z"),
+        ("a" * 252 + ".b", "a" * 252),
+        ("a" * 252 + "-b", "a" * 252),
+        ("___", "run"),
+        ("fine-1.v2", "fine-1.v2"),
+    ],
+)
+def test_a_name_becomes_one_that_kubernetes_takes(tmp_path: Path, given: str, made: str) -> None:
+    result = convert(tmp_path / "x.yaml", "data: x.jsonl\nrm_type: math\nnum_step: 1", "--name", given)
+    assert yaml.safe_load(result.stdout)["metadata"]["name"] == made
+    assert result.stderr == ("" if made == given else f"warning: name: {given}: no Kubernetes name, so it is {made}\n")

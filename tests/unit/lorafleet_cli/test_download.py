@@ -3,11 +3,14 @@
 import errno
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fastapi import FastAPI, Response
 
-from support.cli_world import CliWorld, run
+from support.cli_world import CliWorld, Served, pool, run
 
 WEIGHTS, CONFIG = b"weights of step %d", b'{"r": 4}'
 
@@ -48,11 +51,13 @@ def test_the_artifact_into_a_folder_of_the_runs_name(done: CliWorld) -> None:
     assert result.exit_code == 0, result.output
     assert files(Path("json")) == {"adapter_model.safetensors": WEIGHTS % 4, "adapter_config.json": CONFIG}
     assert [path.name for path in Path().iterdir()] == ["json"]
-    assert "json: PEFT adapter of step 4, sha256 verified" in result.stdout
+    assert "json: PEFT adapter of step 4, sha256 verified against the run's status" in result.stdout
 
 
 def test_another_kept_step_and_another_folder(done: CliWorld) -> None:
-    assert done.call("download", "json", "--step", "2", "-o", "deep/er").exit_code == 0
+    result = done.call("download", "json", "--step", "2", "-o", "deep/er")
+    assert result.exit_code == 0, result.output
+    assert "step 2, sha256 as the runtime lists it" in result.stdout
     assert files(Path("deep/er"))["adapter_model.safetensors"] == WEIGHTS % 2
     assert done.error("download", "json", "--step", "3").endswith("kept are: 2, 4")
 
@@ -77,6 +82,58 @@ def test_force_leaves_what_is_no_adapter(done: CliWorld) -> None:
 def test_a_digest_that_differs_leaves_nothing(done: CliWorld) -> None:
     done.runs[0]["status"]["artifact"]["digest"] = sha256(b"other weights")
     assert done.error("download", "json").startswith("error: sha256 of adapter_model.safetensors: ")
+    assert list(Path().iterdir()) == []
+
+
+@pytest.fixture
+def lying(done: CliWorld) -> Iterator[dict[str, Any]]:
+    """A runtime that is not ours; what it lists for step 4 is the test's, and it serves any name."""
+    app, entry = FastAPI(), {"step": 4, "path": "/x", "files": []}
+
+    @app.get("/v1/runs/{namespace}/{name}/{uid}/artifacts")
+    async def artifacts() -> dict[str, Any]:
+        return {"artifacts": [entry]}
+
+    @app.get("/v1/runs/{namespace}/{name}/{uid}/artifacts/4/{file:path}")
+    async def file(file: str) -> Response:
+        return Response(b"evil")
+
+    served = Served(app).start()
+    done.pools[:] = [pool(served.url)]
+    yield entry
+    served.stop()
+
+
+def listed(*names: str) -> list[dict[str, Any]]:
+    return [{"name": name, "bytes": 4, "sha256": sha256(b"evil")} for name in names]
+
+
+def test_only_the_two_files_are_written_whatever_is_listed(
+    done: CliWorld, lying: dict[str, Any], tmp_path: Path
+) -> None:
+    absolute = str(tmp_path / "absolute")
+    lying["files"] = listed("../../../climbed", absolute, "adapter_model.safetensors", "adapter_config.json")
+    done.runs[0]["status"]["artifact"]["digest"] = sha256(b"evil")
+    result = done.call("download", "json")
+    assert result.exit_code == 0, result.output
+    assert files(Path("json")) == {"adapter_model.safetensors": b"evil", "adapter_config.json": b"evil"}
+    assert not Path(absolute).exists()
+    assert not list(tmp_path.rglob("*climbed*"))
+
+
+@pytest.mark.parametrize("left_out", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_file_that_is_not_listed(done: CliWorld, lying: dict[str, Any], left_out: str) -> None:
+    lying["files"] = listed(*{"adapter_model.safetensors", "adapter_config.json"} - {left_out})
+    assert done.error("download", "json").startswith(
+        f"error: file: {left_out}: the runtime does not list it for step 4"
+    )
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [[], ["--step", "4"]])
+def test_the_status_digest_counts_more_than_the_listing(done: CliWorld, lying: dict[str, Any], step: list[str]) -> None:
+    lying["files"] = listed("adapter_model.safetensors", "adapter_config.json")
+    assert done.error("download", "json", *step).startswith("error: sha256 of adapter_model.safetensors: ")
     assert list(Path().iterdir()) == []
 
 

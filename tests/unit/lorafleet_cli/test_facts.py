@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorafleet_cli.facts import bar, duration, number, sparkline
+from lorafleet_cli.facts import bar, duration, number, printable, sparkline
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,7 @@ def test_a_sparkline_spans_lowest_to_highest_of_the_newest_values() -> None:
 
 def test_figures_have_few_digits() -> None:
     assert [number(None), number(0.123456), number(1e-05)] == ["-", "0.1235", "1e-05"]
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert printable("a\tb\n\x1b[2J\r\x9bA\u2588") == "a\tb\n\\x1b[2J\\x0d\\x9bA\u2588"

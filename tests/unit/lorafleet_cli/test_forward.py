@@ -5,8 +5,7 @@ import json
 import pytest
 
 from lorafleet_cli.errors import CliError
-from lorafleet_cli.forward import target_port
-from lorafleet_cli.runtime import service_of
+from lorafleet_cli.forward import named, target_port
 from lorafleet_runtime.loop.journal import append
 from support.cli_world import CliWorld, pool, run
 
@@ -45,9 +44,27 @@ def test_no_pod_is_ready(inside: CliWorld) -> None:
     assert "no pod behind it is ready" in inside.error("logs", "json")
 
 
-def test_no_such_service(inside: CliWorld) -> None:
+@pytest.mark.parametrize("host", ["runtime.default.svc", "gpu01.lan", "gpu01"])
+def test_a_host_that_is_no_service_is_told_as_it_cannot_be_reached(inside: CliWorld, host: str) -> None:
     inside.others.clear()
-    assert inside.error("logs", "json").startswith("error: service: default/runtime:80: ")
+    inside.pools[:] = [pool(f"http://{host}")]
+    text = inside.error("logs", "json")
+    assert text.startswith(f"error: runtime: http://{host}: it cannot be reached (")
+    assert "Service" not in text
+
+
+def test_a_bare_name_that_is_a_service_is_one(inside: CliWorld) -> None:
+    inside.pools[:] = [pool("http://runtime:80")]
+    result = inside.call("logs", "json")
+    assert result.exit_code == 0, result.output
+
+
+def test_services_may_not_be_read(inside: CliWorld) -> None:
+    inside.forbidden = ("services",)
+    text = inside.error("logs", "json")
+    assert text.startswith("error: service: default/runtime: you may not get services/runtime in namespace default; ")
+    inside.pools[:] = [pool("http://gpu01.lan")]
+    assert inside.error("logs", "json").startswith("error: runtime: http://gpu01.lan: it cannot be reached (")
 
 
 def test_pods_may_not_be_listed(inside: CliWorld) -> None:
@@ -66,14 +83,16 @@ def test_ports_of_services() -> None:
 @pytest.mark.parametrize(
     ("host", "service"),
     [
-        ("runtime", ("runtime", "pools")),
-        ("runtime.team", ("runtime", "team")),
-        ("runtime.team.svc", ("runtime", "team")),
-        ("runtime.team.svc.cluster.local", ("runtime", "team")),
+        ("runtime", ("runtime", "pools", False)),
+        ("runtime.team", ("runtime", "team", False)),
+        ("runtime.team.svc", ("runtime", "team", True)),
+        ("runtime.team.svc.cluster.local", ("runtime", "team", True)),
+        ("runtime.team.svc.cluster.local.", ("runtime", "team", True)),
+        ("runtime.team.svc.example.com", None),
         ("runtime.example.com", None),
         ("127.0.0.1", None),
         ("localhost", None),
     ],
 )
-def test_which_hosts_are_services(host: str, service: tuple[str, str] | None) -> None:
-    assert service_of(host, "pools") == service
+def test_which_hosts_can_be_services(host: str, service: tuple[str, str, bool] | None) -> None:
+    assert named(host, "pools") == service

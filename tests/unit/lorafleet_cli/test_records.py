@@ -3,7 +3,7 @@
 import base64
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from lorafleet_cli.errors import Unavailable
 from lorafleet_cli.kube import Kube
 from lorafleet_cli.runtime import Runtime, open_runtime
 from lorafleet_runtime.loop.journal import append
-from lorafleet_runtime.loop.samples import write_samples
+from lorafleet_runtime.loop.samples import cut_samples, write_samples
 from lorafleet_runtime.types import PromptGroup, Sample, VersionId
 from support.cli_world import CliWorld, free_port, pool, run, secret
 
@@ -31,7 +31,7 @@ def done(world: CliWorld) -> CliWorld:
     samples = (Sample((5, 6), (-0.5, -0.5), 1.0, 0.7, False), Sample((5,), (-0.5,), 0.0, -0.7, True))
     for step in (1, 2):
         group = PromptGroup("u", VersionId("u", "1.1", step), step - 1, (1,), samples, ("yes\nand", "no"), "2 + 2?")
-        write_samples(directory, step, [group])
+        write_samples(directory, cut_samples(step, [group]))
     return world
 
 
@@ -97,6 +97,63 @@ def test_logs_follow_waits_for_a_runtime_that_restarts(done: CliWorld, monkeypat
     assert result.stderr.startswith("waiting: runtime: ")
 
 
+@pytest.mark.parametrize("plural", ["adapterruns", "adapterpools", "secrets"])
+def test_logs_follow_bears_an_api_server_that_starts(
+    done: CliWorld, monkeypatch: pytest.MonkeyPatch, plural: str
+) -> None:
+    monkeypatch.setattr("lorafleet_cli.logs._POLL_SECONDS", 0.05)
+
+    def recover() -> None:
+        if done.refusals == 8:
+            done.forbidden = ()
+            append(done.directory(done.runs[0]), json.dumps({"time": 4.0, "level": "INFO", "message": "back"}))
+            done.runs[0]["status"]["conditions"].append(
+                {"type": "Deregistered", "status": "True", "reason": "Verified"}
+            )
+
+    done.on_refusal = recover
+    refuse_after_first_reading(done, monkeypatch, plural)
+    result = done.call("logs", "json", "-f")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].endswith("  back")
+    assert result.stderr.startswith("waiting: ")
+
+
+def test_logs_follow_does_not_take_a_refusal_for_a_deletion(done: CliWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorafleet_cli.logs._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("lorafleet_cli.patience.REFUSED_SECONDS", 0.2)
+    refuse_after_first_reading(done, monkeypatch, "adapterruns")
+    result = done.call("logs", "json", "-f")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("error: permission: get adapterruns/json in namespace default: ")
+
+
+def test_logs_follow_ends_when_the_run_is_deleted(done: CliWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    after_first_reading(monkeypatch, done.runs.clear)
+    assert done.call("logs", "json", "-f").exit_code == 0
+
+
+def refuse_after_first_reading(world: CliWorld, monkeypatch: pytest.MonkeyPatch, plural: str) -> None:
+    def refuse() -> None:
+        world.forbidden = (plural,)
+
+    after_first_reading(monkeypatch, refuse)
+
+
+def after_first_reading(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
+    """Something happens once the log has been read for the first time."""
+    changes = [change]
+
+    @asynccontextmanager
+    async def then(kube: Kube, pool: dict[str, Any]) -> AsyncIterator[Runtime]:
+        async with open_runtime(kube, pool) as runtime:
+            yield runtime
+        if changes:
+            changes.pop()()
+
+    monkeypatch.setattr("lorafleet_cli.logs.open_runtime", then)
+
+
 def test_samples_of_a_step(done: CliWorld) -> None:
     result = done.call("samples", "json", "--step", "1")
     assert result.exit_code == 0, result.output
@@ -111,6 +168,16 @@ def test_samples_of_a_step(done: CliWorld) -> None:
         "  reward 0, advantage -0.700, 1 tokens, cut at maxTokens:",
         "    no",
     ]
+
+
+def test_what_a_model_wrote_does_not_drive_the_terminal(done: CliWorld) -> None:
+    directory = done.directory(done.runs[0])
+    samples = (Sample((5,), (-0.5,), 1.0, 0.7, False),)
+    group = PromptGroup("u", VersionId("u", "1.1", 3), 2, (1,), samples, ("\x1b[2Jbye",), "2?")
+    write_samples(directory, cut_samples(3, [group]))
+    append(directory, json.dumps({"time": 4.0, "level": "INFO", "message": "said \x1b[2Jbye"}))
+    for command in ("samples", "logs"):
+        assert "\\x1b[2Jbye" in done.call(command, "json").stdout
 
 
 def test_samples_of_the_newest_step_for_machines(done: CliWorld) -> None:

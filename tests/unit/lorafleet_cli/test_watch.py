@@ -33,7 +33,7 @@ def test_it_ends_with_1_when_a_run_failed_and_tells_why(world: CliWorld) -> None
     world.runs += [run("json", "Completed", step=2, targetStep=2), run("typo", "DataError", message="data: no file")]
     result = world.call("watch")
     assert result.exit_code == 1
-    assert "typo  DataError  step 0/?  reward -  ETA -  data: no file (fix the manifest" in result.stdout
+    assert "typo  DataError  step 0/?  reward -  ETA -  data: no file" in result.stdout
 
 
 def test_a_cancelled_run_is_no_success(world: CliWorld) -> None:
@@ -74,6 +74,42 @@ def test_it_survives_a_restart_of_the_api_server(world: CliWorld) -> None:
     assert shown[0].startswith("json  Training  step 1/2")
     assert shown[1].startswith("no news: API server: ")
     assert shown[-1].startswith("json  Completed")
+
+
+@pytest.fixture
+def starting(world: CliWorld, monkeypatch: pytest.MonkeyPatch) -> CliWorld:
+    """After the first reading the API server refuses everything, as it may while it starts."""
+    monkeypatch.setattr("lorafleet_cli.kube._RETRY_SECONDS", 0.05)
+    world.runs.append(run("json", step=1, targetStep=2))
+
+    def refuse() -> None:
+        world.forbidden = ("adapterruns",)
+
+    world.before_watch.append(refuse)
+    return world
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_it_survives_a_second_of_refusals(starting: CliWorld, code: int) -> None:
+    starting.refusal = code
+    starting.on_refusal = lambda: starting.refusals == 8 and recover()
+
+    def recover() -> None:
+        starting.forbidden = ()
+        starting.runs[0] = run("json", "Completed", step=2, targetStep=2)
+
+    result = starting.call("watch", "json")
+    assert result.exit_code == 0, result.output
+    _, trouble, last = result.stdout.splitlines()
+    assert trouble.startswith("no news: " + {401: "credentials: ", 403: "permission: "}[code])
+    assert last.startswith("json  Completed")
+
+
+def test_a_refusal_that_lasts_ends_it(starting: CliWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorafleet_cli.patience.REFUSED_SECONDS", 0.2)
+    result = starting.call("watch", "json")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: permission: list adapterruns in namespace default: ")
 
 
 def test_ctrl_c_is_quiet(world: CliWorld) -> None:

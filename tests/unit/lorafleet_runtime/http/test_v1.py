@@ -50,6 +50,27 @@ async def test_without_the_token_nothing_is_told(client: httpx.AsyncClient) -> N
     assert (await client.get("/healthz", headers={"Authorization": ""})).status_code == 200
 
 
+async def test_a_list_of_some_namespaces_retires_only_their_runs(client: httpx.AsyncClient, view: FleetView) -> None:
+    await client.put("/v1/adapters/u1", json=body())
+    await client.put("/v1/adapters/u2", json=body(namespace="lab"))
+    await client.put("/v1/pool", json={"operatorEpoch": 2, "uids": [], "namespaces": ["lab"]})
+    assert list(view.registry.runs) == ["u1"]
+    await client.put("/v1/pool", json={"operatorEpoch": 2, "uids": []})
+    assert list(view.registry.runs) == []
+
+
+async def test_the_pool_tells_how_long_the_newest_operator_was_silent(
+    client: httpx.AsyncClient, view: FleetView
+) -> None:
+    await client.put("/v1/pool", json={"operatorEpoch": 5, "uids": []})
+    view.heard -= 60.0
+    assert (await client.get("/v1/adapters?timeout=0", headers={OPERATOR_EPOCH_HEADER: "4"})).status_code == 409
+    assert (await client.get("/v1/adapters?timeout=0")).status_code == 200  # a user's
+    assert (await client.get("/v1/pool")).json()["operatorSilentSeconds"] >= 60.0
+    await client.get("/v1/adapters?timeout=0", headers={OPERATOR_EPOCH_HEADER: "5"})
+    assert (await client.get("/v1/pool")).json()["operatorSilentSeconds"] < 60.0
+
+
 async def test_put_is_idempotent_and_returns_the_view(client: httpx.AsyncClient) -> None:
     first = await client.put("/v1/adapters/u1", json=body())
     second = await client.put("/v1/adapters/u1", json=body())

@@ -1,35 +1,19 @@
 """API-owned runs over restarts, full disks and damaged records."""
 
 import asyncio
-import errno
-import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lorafleet_runtime.loop import api_runs
 from lorafleet_runtime.loop.api_runs import ApiRuns
 from lorafleet_runtime.loop.operator_epoch import keep_operator_epoch, last_operator_epoch
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.registry.registry import Registry, StaleOperator
 from lorafleet_runtime.types import DatasetInfo, RunFault
 from support.fleets import build_world, running
-from support.miles import Miles, miles_config
+from support.miles import Miles, miles_config, trained_to
 from support.runs import DATASET, pool_spec, put
-
-
-async def trained_to(miles: Miles, name: str, step: int) -> Any:
-    """A run that was started and has done some steps, with its record up to date."""
-    assert (await miles.post(name)).status_code == 200
-    run = miles.activate(name)
-    for _ in range(step):
-        miles.step(run)
-    await miles.runs.flush()
-    return run
-
 
 # --- boot --------------------------------------------------------------------------------------------------------
 
@@ -183,158 +167,6 @@ def test_a_damaged_epoch_is_named_and_counts_as_none(tmp_path: Path, caplog: pyt
     (tmp_path / "operator.json").write_text("{}")
     assert last_operator_epoch(tmp_path) == 0
     assert str(tmp_path / "operator.json") in caplog.text
-
-
-# --- full disks --------------------------------------------------------------------------------------------------
-
-
-def refuse(code: int) -> Callable[[Path, dict[str, Any]], None]:
-    """A write_durably on storage that takes nothing."""
-
-    def write(path: Path, document: dict[str, Any]) -> None:
-        raise OSError(code, "refused")
-
-    return write
-
-
-@pytest.mark.parametrize(("code", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EROFS, 503)])
-async def test_storage_that_takes_no_record_registers_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, status: int
-) -> None:
-    miles = Miles.at(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(api_runs, "write_durably", refuse(code))
-        answer = await miles.post("a")
-    assert (answer.status_code, answer.json()["field"]) == (status, "storage")
-    assert miles.registry.runs == {}
-    assert (await miles.post("a")).status_code == 200
-
-
-async def test_a_delete_that_is_not_durable_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    miles = Miles.at(tmp_path)
-    run = await trained_to(miles, "a", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(api_runs, "write_durably", refuse(errno.ENOSPC))
-        assert (await miles.client.delete("/adapter_runs/a")).status_code == 507
-    assert run.state == "ACTIVE"
-    assert (await miles.client.delete("/adapter_runs/a")).status_code == 200
-    assert run.state == "RETIRING"
-
-
-async def test_an_end_that_could_not_be_recorded_is_recorded_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    miles = Miles.at(tmp_path)
-    run = await trained_to(miles, "a", 1)
-    monkeypatch.setattr(api_runs, "RETRY_SECONDS", 0.01)
-    real = api_runs.write_durably
-    tries: list[Path] = []
-
-    def write(path: Path, document: dict[str, Any]) -> None:
-        tries.append(path)
-        if len(tries) < 3:
-            raise OSError(errno.ENOSPC, "full")
-        real(path, document)
-
-    monkeypatch.setattr(api_runs, "write_durably", write)
-    [path] = miles.files
-    keeper = asyncio.create_task(miles.runs.keep())
-    miles.registry.fail(RunFault(run.uid, "RewardError", "why"))
-    async with asyncio.timeout(5):
-        while json.loads(path.read_text()).get("end") is None:
-            await asyncio.sleep(0.005)
-    keeper.cancel()
-    assert len(tries) == 3
-
-
-async def test_a_slot_taken_while_the_record_was_written_is_409_and_leaves_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    miles = Miles.at(tmp_path)
-    miles.registry.sync([])
-    real = api_runs.write_durably
-
-    def write(path: Path, document: dict[str, Any]) -> None:
-        real(path, document)
-        for uid in ("u1", "u2"):
-            put(miles.registry, uid)
-
-    monkeypatch.setattr(api_runs, "write_durably", write)
-    assert (await miles.post("a")).status_code == 409
-    assert (miles.files, miles.runs.runs()) == ([], [])
-
-
-async def test_posts_at_once_share_the_slots(tmp_path: Path) -> None:
-    miles = Miles.at(tmp_path)
-    answers = await asyncio.gather(*(miles.post(f"r{i}") for i in range(6)), miles.post("r0"))
-    assert sorted(a.status_code for a in answers) == [200, 200, 400, 409, 409, 409, 409]
-    assert len(miles.files) == 2
-
-
-# --- exports -----------------------------------------------------------------------------------------------------
-
-
-def exported(root: Path) -> dict[str, bytes]:
-    """Every file of the save directory."""
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
-async def test_save_receives_a_servable_copy_and_replaces_an_older_one(tmp_path: Path) -> None:
-    miles = Miles.at(tmp_path)
-    (tmp_path / "out" / "step_1").mkdir(parents=True)
-    (tmp_path / "out" / "step_1" / "adapter_model.safetensors").write_text("of an earlier run")
-    await miles.post("a", save="out")
-    run = miles.activate("a")
-    miles.step(run)
-    await miles.client.delete("/adapter_runs/a")
-    miles.save(run)
-    await miles.runs.flush()
-    assert exported(tmp_path / "out") == {
-        "step_1/adapter_config.json": b"{}",
-        "step_1/adapter_model.safetensors": b"weights of step 1",
-    }
-    assert (await miles.client.get("/adapter_runs/a")).json()["exported_step"] == 1
-
-
-async def test_a_copy_that_a_kill_prevented_is_made_after_the_restart(tmp_path: Path) -> None:
-    miles = Miles.at(tmp_path)
-    await miles.post("a", save="out")
-    run = miles.activate("a")
-    miles.step(run)
-    await miles.client.delete("/adapter_runs/a")
-    miles.save(run)
-    later = miles.restarted()
-    later.registry.runs[run.uid].artifact = run.artifact
-    await later.runs.flush()
-    assert "step_1/adapter_model.safetensors" in exported(tmp_path / "out")
-
-
-async def test_save_never_writes_over_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    miles = Miles.at(tmp_path)
-    await miles.post("a", save="out")
-    (tmp_path / "out" / "step_1").mkdir(parents=True)
-    (tmp_path / "out" / "step_1" / "state.json").write_text("progress")
-    run = miles.activate("a")
-    miles.step(run)
-    await miles.client.delete("/adapter_runs/a")
-    miles.save(run)
-    await miles.runs.flush()
-    assert exported(tmp_path / "out") == {"step_1/state.json": b"progress"}
-    assert "not written over" in caplog.text
-    miles.clear(run)
-    refused = await miles.post("b", save="out")
-    assert (refused.status_code, refused.json()["field"]) == (400, "save")
-
-
-async def test_old_records_are_forgotten_beyond_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_runs, "KEPT_ENDED", 2)
-    miles = Miles.at(tmp_path)
-    for name in "abc":
-        await miles.post(name)
-        await miles.client.delete(f"/adapter_runs/{name}")
-    await miles.runs.flush()
-    assert [r.name for r in miles.runs.runs()] == ["b", "c"]
-    assert len(miles.files) == 2
 
 
 # --- on the loop -------------------------------------------------------------------------------------------------

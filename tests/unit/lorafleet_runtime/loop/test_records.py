@@ -1,10 +1,15 @@
 """What a run leaves for people: its log and its steps' samples; written aside, bounded, and never a run's trouble."""
 
+import gc
 import json
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any
 
 import pytest
 
@@ -12,7 +17,7 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.loop import journal, samples
 from lorafleet_runtime.loop.journal import Journal, about, append, read_log
-from lorafleet_runtime.loop.samples import KEPT_STEPS, read_samples, recorded_steps, write_samples
+from lorafleet_runtime.loop.samples import KEPT_STEPS, cut_samples, read_samples, recorded_steps, write_samples
 from lorafleet_runtime.loop.writer import BackgroundWriter
 from lorafleet_runtime.types import PromptGroup, Sample, VersionId
 from support.fleets import World, build_world, running
@@ -135,6 +140,70 @@ def test_a_disk_that_hangs_does_not_hold_up_the_caller(caplog: pytest.LogCapture
     release.set()
 
 
+def test_steps_that_wait_for_a_disk_that_hangs_keep_little_and_log_lines_still_fit() -> None:
+    writer, release, started = BackgroundWriter(), threading.Event(), threading.Event()
+    big: list[weakref.ref[Any]] = []
+    written: list[str] = []
+
+    def hang() -> None:
+        started.set()
+        release.wait(10)
+
+    writer.submit(hang)
+    assert started.wait(5)
+    for _ in range(200):
+        text = threading.Event()  # stands for a step's text, and can be referred to weakly
+        big.append(weakref.ref(text))
+        writer.submit(lambda text=text: written.append(repr(text)), bulky=True)  # type: ignore[misc]
+        del text
+    gc.collect()
+    assert sum(ref() is not None for ref in big) == 64
+    writer.submit(lambda: written.append("line"))
+    release.set()
+    assert writer.flush(5)
+    assert (len(written), written[-1]) == (65, "line")
+    for _ in range(64):  # their places are free again
+        writer.submit(lambda: written.append("more"), bulky=True)
+    assert writer.flush(5)
+    assert len(written) == 129
+
+
+def test_what_is_cut_of_a_step_holds_no_group_and_no_sample() -> None:
+    groups = [group("a", n) for n in range(3)]
+    text = "x" * (2 * samples.MOST_CHARACTERS)
+    groups[0] = replace(groups[0], prompt=text)
+    lines = cut_samples(1, groups)
+    json.dumps(lines)  # plain values only: nothing that leads to tokens or log-probabilities
+    assert lines[1]["prompt"] == text[: samples.MOST_CHARACTERS]
+    keys = {key for line in lines[1:] for sample in line["samples"] for key in sample}
+    assert keys == {"text", "reward", "advantage", "truncated", "tokens"}
+
+
+async def test_a_step_that_waits_to_be_written_does_not_keep_its_groups(world: World) -> None:
+    release, started = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        started.set()
+        release.wait(30)
+
+    world.fleet.writer.submit(hang)
+    assert started.wait(5)
+    async with running(world):
+        put(world.registry, "a")
+        await world.until(lambda: ended(world, "a"))
+        jobs = list(world.fleet.writer._jobs.queue)
+    kept, seen, waiting = [], set(), [*jobs]
+    while waiting:  # everything that a job leads to
+        item = waiting.pop()
+        if id(item) not in seen and isinstance(item, (PromptGroup, list, dict, tuple, FunctionType, CellType)):
+            seen.add(id(item))
+            kept += [item] if isinstance(item, PromptGroup) else []
+            waiting += gc.get_referents(item) if not isinstance(item, FunctionType) else item.__closure__ or ()
+    release.set()
+    assert jobs
+    assert kept == []
+
+
 def test_a_log_is_rotated_and_a_reader_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +252,7 @@ def test_records_of_no_run_and_of_unknown_runs_stay_out(tmp_path: Path) -> None:
 
 def test_only_the_newest_steps_stay(tmp_path: Path) -> None:
     for step in range(1, KEPT_STEPS + 3):
-        write_samples(tmp_path, step, [group("a", step)])
+        write_samples(tmp_path, cut_samples(step, [group("a", step)]))
     assert recorded_steps(tmp_path) == list(range(3, KEPT_STEPS + 3))
     assert read_samples(tmp_path, 1) is None
     newest = read_samples(tmp_path, None)
@@ -199,7 +268,7 @@ def test_a_big_step_keeps_its_first_samples_and_its_true_counts(
     one = Sample((5,), (-0.5,), 0.0, 0.0, False)
     version = VersionId("a", "1.1", 1)
     groups = [PromptGroup("a", version, n, (1,), (one, one), ("a long text", ""), "a prompt") for n in range(4)]
-    write_samples(tmp_path, 1, groups)
+    write_samples(tmp_path, cut_samples(1, groups))
     found = read_samples(tmp_path, 1)
     assert found is not None
     assert (found["groups"], found["samples"]) == (4, 8)

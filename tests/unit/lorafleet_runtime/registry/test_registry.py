@@ -6,7 +6,7 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.registry.admission import SpecProblem
 from lorafleet_runtime.registry.registry import Registry, StaleOperator
 from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, RunFault, StepResult
-from support.runs import DATASET, activate, pool_spec, put
+from support.runs import DATASET, activate, pool_spec, put, run_spec
 
 ARTIFACT = Artifact("/storage/x/step_3", 3, "abc")
 
@@ -56,6 +56,15 @@ def test_sync_retires_runs_that_the_operator_does_not_name(registry: Registry) -
     assert registry.runs["a"].state == "RETIRING"
     assert registry.runs["a"].deleted
     assert registry.runs["b"].state == "ACTIVE"
+
+
+def test_a_sync_of_some_namespaces_leaves_the_runs_of_others_alone(registry: Registry) -> None:
+    activate(registry, "a")
+    registry.put("b", run_spec(), namespace="lab", name="b", generation=1, created=0.0)
+    registry.sync([], ["lab"])
+    assert (registry.runs["a"].state, "b" in registry.runs, registry.expects_others) == ("ACTIVE", False, True)
+    registry.sync([], ["team", "lab"])
+    assert registry.runs["a"].deleted
 
 
 def test_waiting_runs_have_a_position_and_take_the_next_free_slot_by_age(registry: Registry) -> None:
