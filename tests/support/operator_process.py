@@ -12,6 +12,7 @@ import asyncio
 import base64
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -76,12 +77,14 @@ class World:
         await asyncio.gather(self._supervisor, return_exceptions=True)
         self.runtime.stop()
 
-    async def until(self, happened: Callable[[], bool], seconds: float = 8.0) -> None:
-        """Waits for news until `happened`."""
+    async def until(self, happened: Callable[[], bool], seconds: float = 30.0) -> None:
+        """Waits until `happened`; looks at every news, and now and then at what makes none."""
         async with asyncio.timeout(seconds):
             while not happened():
                 self._news.clear()
-                await self._news.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.1):
+                        await self._news.wait()
 
     def run(self, name: str = "r") -> Object | None:
         """The stored AdapterRun."""
