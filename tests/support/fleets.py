@@ -55,6 +55,11 @@ class World:
         return [entry for handle in self.trainers for entry in handle.target.trained]
 
 
+def ended(world: World, uid: str) -> bool:
+    """Whether nothing of the run is held any more."""
+    return world.registry.runs[uid].state in ("COMPLETED", "FAILED", "SUSPENDED")
+
+
 class _Spawner:
     def __init__(self, world: World) -> None:
         self._world = world

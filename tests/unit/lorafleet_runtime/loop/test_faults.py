@@ -1,7 +1,6 @@
 """Races and faults between the loop and its actors; each of these went wrong once."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +10,8 @@ from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.loop import sampling
 from lorafleet_runtime.types import DroppedGroup, PromptGroup, VersionId
 from support.fake_actors import Handle
-from support.fleets import World, build_world, running
+from support.fleets import World, ended, running
 from support.runs import put, run_spec
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    world = build_world(tmp_path)
-    world.registry.sync([])
-    return world
-
-
-def ended(world: World, uid: str) -> bool:
-    return world.registry.runs[uid].state in ("COMPLETED", "FAILED", "SUSPENDED")
 
 
 async def test_one_death_starts_one_engine_however_many_groups_notice(world: World) -> None:

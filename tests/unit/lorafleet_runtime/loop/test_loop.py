@@ -1,25 +1,10 @@
 """The driver loop over fake actors: whole lives of runs, and what happens when a part dies or lies."""
 
-from pathlib import Path
-
-import pytest
-
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.types import DroppedGroup, RunFault, VersionId
-from support.fleets import World, build_world, running
+from support.fleets import World, ended, running
 from support.runs import put
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    world = build_world(tmp_path)
-    world.registry.sync([])
-    return world
-
-
-def ended(world: World, uid: str) -> bool:
-    return world.registry.runs[uid].state in ("COMPLETED", "FAILED", "SUSPENDED")
 
 
 async def test_a_run_completes_and_leaves_nothing_behind(world: World) -> None:

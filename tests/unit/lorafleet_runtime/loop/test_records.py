@@ -20,7 +20,7 @@ from lorafleet_runtime.loop.journal import Journal, about, append, read_log
 from lorafleet_runtime.loop.samples import KEPT_STEPS, cut_samples, read_samples, recorded_steps, write_samples
 from lorafleet_runtime.loop.writer import BackgroundWriter
 from lorafleet_runtime.types import PromptGroup, Sample, VersionId
-from support.fleets import World, build_world, running
+from support.fleets import World, build_world, ended, running
 from support.runs import group, put
 
 
@@ -33,10 +33,6 @@ def world(tmp_path: Path) -> Iterator[World]:
     handler.install()
     yield world
     handler.remove()
-
-
-def ended(world: World, uid: str) -> bool:
-    return world.registry.runs[uid].state in ("COMPLETED", "FAILED", "SUSPENDED")
 
 
 def messages(directory: Path) -> list[str]:

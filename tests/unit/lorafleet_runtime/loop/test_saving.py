@@ -1,26 +1,13 @@
 """Checkpoints: on the way, at the end, at a stop, and on storage that refuses them."""
 
-from pathlib import Path
-
 import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.loop import lifecycle
 from lorafleet_runtime.loop.lifecycle import drain
-from support.fleets import World, build_world, running
+from support.fleets import World, ended, running
 from support.runs import put
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    world = build_world(tmp_path)
-    world.registry.sync([])
-    return world
-
-
-def ended(world: World, uid: str) -> bool:
-    return world.registry.runs[uid].state in ("COMPLETED", "FAILED", "SUSPENDED")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """What a dying trainer costs: no step, no group, and no run but the one that kills it."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -9,19 +8,8 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable
 from lorafleet_runtime.types import Cursor, Manifest, PromptGroup, StepResult, VersionId
 from support.fake_actors import FakeEngine, FakeTrainer
-from support.fleets import World, build_world, running
+from support.fleets import World, ended, running
 from support.runs import put
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    world = build_world(tmp_path)
-    world.registry.sync([])
-    return world
-
-
-def ended(world: World, uid: str) -> bool:
-    return world.registry.runs[uid].state in ("COMPLETED", "FAILED", "SUSPENDED")
 
 
 async def test_a_dead_trainer_costs_no_step_and_no_group(world: World) -> None:
