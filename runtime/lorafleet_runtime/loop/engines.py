@@ -79,7 +79,7 @@ class EngineSet:
         self._fail = fail
         self._engines = [_Engine(f"engine-{i}") for i in range(replicas)]
         self._live: dict[str, _Live] = {}
-        self._publishing: dict[VersionId, _Live] = {}
+        self._publishing: set[VersionId] = set()
         """On their way to some engine: by `publish`, or to one that lost them."""
         self._settled = Signal()
         """Set when a version is no longer on its way."""
@@ -123,36 +123,36 @@ class EngineSet:
         Raises:
             RunError: an engine refused it; the old version keeps serving.
         """
-        self._publishing[version] = _Live(version, manifest, buffer)
+        self._publishing.add(version)
         try:
             done: set[int] = set()
             while wanted() and (pending := [e for e in self._engines if e.ready and id(e.actor) not in done]):
                 for engine in pending:
                     done.add(id(engine.actor))
-                    await self._publish_one(engine, version, wanted)
+                    await self._publish_one(engine, version, manifest, buffer, wanted)
             if not wanted():
                 return False
-            self._live[version.uid] = self._publishing[version]
+            self._live[version.uid] = _Live(version, manifest, buffer)
             return True
         finally:
-            self._publishing.pop(version, None)
+            self._publishing.discard(version)
             self._settled.set()
 
-    def renew(self, version: VersionId, manifest: Manifest, buffer: Any) -> None:
-        """The same version in a new buffer: the old one may be lost with the node that held it."""
-        again = _Live(version, manifest, buffer)
-        if version in self._publishing:
-            self._publishing[version] = again
-        if (live := self._live.get(version.uid)) is not None and live.version == version:
-            self._live[version.uid] = again
+    async def renew(self, version: VersionId, manifest: Manifest, buffer: Any) -> None:
+        """The live version in a new buffer, put where it is missing: the old one may be lost with its node."""
+        live = self._live.get(version.uid)
+        if live is not None and live.version == version:
+            self._live[version.uid] = _Live(version, manifest, buffer)
+            await asyncio.gather(*(self._mend(engine) for engine in self._engines if engine.ready))
 
-    async def _publish_one(self, engine: _Engine, version: VersionId, wanted: Callable[[], bool]) -> None:
+    async def _publish_one(
+        self, engine: _Engine, version: VersionId, manifest: Manifest, buffer: Any, wanted: Callable[[], bool]
+    ) -> None:
         delay = 0.1
         while engine.ready and wanted():
             actor = engine.actor
             try:
-                that = self._publishing[version]
-                await _ask(actor.publish.remote(version, that.manifest, that.buffer))
+                await _ask(actor.publish.remote(version, manifest, buffer))
                 return
             except Retryable as error:
                 if not await self._alive(engine, actor):
@@ -224,7 +224,8 @@ class EngineSet:
         try:
             status: EngineStatus = await _ask(actor.list.remote())
             for live in list(self._live.values()):
-                if live.version.name not in status.adapters and self._live.get(live.version.uid) is live:
+                missing = live.version.name not in status.adapters and live.version not in self._publishing
+                if missing and self._live.get(live.version.uid) is live:
                     log.warning("%s lost %s; publishing it again", engine.name, live.version.name)
                     await self._restore(actor, live)
         except Retryable as error:
@@ -246,11 +247,19 @@ class EngineSet:
         engine.adapters = adapters
         self._observe(EngineStatus(engine.name, engine.ready, adapters, time.time(), engine.pids))
 
-    async def check(self, actor: Any) -> bool:
-        """A caller saw Retryable from this engine: find out whether it is dead. True when it lives."""
-        for engine in self._engines:
-            if engine.actor is actor:
-                return await self._alive(engine, actor)
+    async def check(self, actor: Any, version: VersionId) -> bool:
+        """A request of this version met Retryable on this engine: a dead one is replaced, a lost version put back.
+
+        Returns:
+            True when the engine lives and holds the version, so that the failure is the request's own.
+        """
+        for engine in [e for e in self._engines if e.actor is actor]:
+            if not await self._alive(engine, actor):
+                return False
+            await self._refresh_one(engine)
+            if version.name in engine.adapters:
+                return True
+            await self._mend(engine)
         return False
 
     async def _alive(self, engine: _Engine, actor: Any) -> bool:
@@ -328,7 +337,8 @@ class EngineSet:
         log.info("%s is ready", engine.name)
 
     async def _restore(self, actor: Any, live: _Live) -> None:
-        self._publishing.setdefault(live.version, live)
+        mine = live.version not in self._publishing
+        self._publishing.add(live.version)
         try:
             await _ask(actor.publish.remote(live.version, live.manifest, live.buffer))
         except RunError as error:  # its own run's fault must not keep the engine from the others
@@ -336,8 +346,8 @@ class EngineSet:
                 del self._live[live.version.uid]
             self._fail(error.fault(live.version.uid))
         finally:
-            if self._publishing.get(live.version) is live:
-                del self._publishing[live.version]
+            if mine:
+                self._publishing.discard(live.version)
             self._settled.set()
 
 

@@ -64,8 +64,8 @@ class Fleet:
     states: dict[str, RunState] = field(default_factory=dict)
     swept: bool = False
     """The snapshots of runs that ended while no runtime lived are removed."""
-    suspended: set[str] = field(default_factory=set)
-    """Runs that were suspended at the last look; a snapshot may be kept for them."""
+    unended: set[str] = field(default_factory=set)
+    """Runs that at the last look could still come back for their snapshot."""
     suspects: set[str] = field(default_factory=set)
     """Runs that were in a batch when the trainer died; they train alone until a batch succeeds."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)

@@ -16,6 +16,7 @@ from lorafleet_runtime.loop.buffers import CursorTracker
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.publishing import publish
+from lorafleet_runtime.loop.trainer import TrainerLost
 from lorafleet_runtime.registry.run import TERMINAL, Run
 from lorafleet_runtime.storage import latest_checkpoint
 from lorafleet_runtime.types import Artifact, Loaded, LoadRequest, RunFault, VersionId
@@ -39,7 +40,7 @@ async def lifecycle(fleet: Fleet) -> None:
             fleet.spawn(fleet.workers.close(uid), f"closing data and reward of run {uid}")
         if fleet.registry.synced and not fleet.registry.expects_others and not fleet.swept and "" not in busy:
             busy[""] = fleet.spawn(_sweep(fleet), "forgetting the snapshots of runs that ended")
-        _forget_suspended(fleet)
+        _forget_ended(fleet)
         for run, stage in _next_stages(fleet):
             if run.uid not in busy:
                 busy[run.uid] = fleet.spawn(_guard(fleet, run, stage), f"{stage.__name__} of run {run.uid}")
@@ -51,23 +52,35 @@ async def lifecycle(fleet: Fleet) -> None:
 
 async def _sweep(fleet: Fleet) -> None:
     registry = fleet.registry
-    live = {uid for uid, run in registry.runs.items() if run.state not in ("COMPLETED", "FAILED")}
+    wanted = _unended(fleet) | (registry.expected - registry.runs.keys())
     try:
-        await fleet.trainer.call("retain", sorted(live | (registry.expected - registry.runs.keys())))
-        fleet.swept = True
+        await fleet.trainer.call("retain", sorted(wanted))
     except Retryable as error:
         log.info("snapshots: %s; trying again", error)
         await asyncio.sleep(_RETRY_SECONDS)
+        return
+    except Exception:  # a file that cannot be removed is no reason to stop, nor to try for ever
+        log.exception("snapshots of runs that ended meanwhile could not be removed; they lie in the trainer's TMPDIR")
+    fleet.swept = True
 
 
-def _forget_suspended(fleet: Fleet) -> None:
-    """A suspended run that is deleted or cancelled will not come back for its snapshot."""
-    suspended = {run.uid for run in fleet.registry.in_state("SUSPENDED")}
-    for uid in fleet.suspended - suspended:
-        run = fleet.registry.runs.get(uid)
-        if run is None or run.state in TERMINAL:
-            fleet.spawn(fleet.trainer.call("drop", uid), f"forgetting the snapshot of run {uid}")
-    fleet.suspended = suspended
+def _unended(fleet: Fleet) -> set[str]:
+    return {uid for uid, run in fleet.registry.runs.items() if run.state not in ("COMPLETED", "FAILED")}
+
+
+def _forget_ended(fleet: Fleet) -> None:
+    """A run that ended, wherever it was, will not come back for its snapshot."""
+    unended = _unended(fleet)
+    for uid in fleet.unended - unended:
+        fleet.spawn(_forget(fleet, uid), f"forgetting the snapshot of run {uid}")
+    fleet.unended = unended
+
+
+async def _forget(fleet: Fleet, uid: str) -> None:
+    try:
+        await fleet.trainer.call("drop", uid)
+    except Retryable as error:
+        log.info("run %s: %s; its snapshot goes at the next start", uid, error)
 
 
 Stage = Callable[[Fleet, Run], Awaitable[None]]
@@ -93,6 +106,8 @@ async def _guard(fleet: Fleet, run: Run, stage: Stage) -> None:
         await stage(fleet, run)
     except RunError as error:
         fleet.registry.fail(error.fault(run.uid))
+        if run.state == "CLEANUP":
+            await asyncio.sleep(_RETRY_SECONDS)
     except Retryable as error:
         log.info("run %s: %s; trying again", run.uid, error, extra=about(run.uid))
         if stage is check:
@@ -126,9 +141,10 @@ async def load(fleet: Fleet, run: Run) -> None:
     async with state.stepping:  # the run may be training already, and the buffer must be of this very version
         n = run.trainer_version
         manifest, buffer = await fleet.trainer.export(run.uid)
-    fleet.engines.renew(VersionId(run.uid, state.incarnation, n), manifest, buffer)
     if run.weight_version < n:
         await publish(fleet, run, n, manifest, buffer)
+    else:
+        await fleet.engines.renew(VersionId(run.uid, state.incarnation, n), manifest, buffer)
 
 
 async def _load_trainer(fleet: Fleet, run: Run) -> None:
@@ -145,7 +161,12 @@ async def _load_trainer(fleet: Fleet, run: Run) -> None:
         data_digest=run.dataset.digest,
         checkpoint=None if newest is None else str(newest),
     )
-    loaded: Loaded = await fleet.trainer.call("load", request)
+    try:
+        loaded: Loaded = await fleet.trainer.call("load", request)
+    except TrainerLost as error:
+        _count_death(fleet, run, error)
+        raise
+    run.load_deaths = 0
     if run.state not in ("PENDING", "RETIRING"):
         return
     fleet.registry.loaded(loaded, time.time())
@@ -158,6 +179,18 @@ async def _load_trainer(fleet: Fleet, run: Run) -> None:
     fleet.registry.observe_trainer(await fleet.trainer.call("slots"))
 
 
+def _count_death(fleet: Fleet, run: Run, error: TrainerLost) -> None:
+    if not error.executing:
+        return
+    run.load_deaths += 1
+    if run.load_deaths > run.spec.backoff_limit:
+        limit = run.spec.backoff_limit
+        text = (
+            f"the trainer died {run.load_deaths} times while it loaded this run; backoffLimit is {limit}; last: {error}"
+        )
+        fleet.registry.fail(RunFault(run.uid, reasons.TRAINER_CRASHED, text))
+
+
 async def save(fleet: Fleet, run: Run) -> None:
     """Stop sampling and make the last checkpoint durable."""
     ending = run.ending
@@ -165,7 +198,8 @@ async def save(fleet: Fleet, run: Run) -> None:
     await fleet.engines.abort(run.uid)
     fleet.buffers.clear(run.uid)
     artifact: Artifact | None = None
-    if ending.save:
+    can_load = run.start_time is not None and run.load_deaths <= run.spec.backoff_limit  # else nothing was learnt
+    if ending.save and (run.loaded or can_load):
         limit = run.spec.save_timeout_seconds
         try:
             async with asyncio.timeout(limit if ending.outcome == "Deleted" else None):
@@ -208,6 +242,8 @@ async def checkpoint(fleet: Fleet, run: Run) -> Artifact | None:
     if state is None:
         return run.artifact
     async with state.stepping:
+        if not run.loaded or fleet.state(run) is not state:
+            raise Retryable("the trainer was lost; the run has to load again")
         if run.step == 0:
             return None  # nothing was learnt
         if run.artifact is not None and run.artifact.step == run.step:
@@ -224,7 +260,7 @@ async def drain(fleet: Fleet) -> None:
         if run.loaded and run.step > 0 and (run.ending is None or run.ending.save):
             try:
                 artifact = await checkpoint(fleet, run)
-            except RunError as error:
+            except (RunError, Retryable) as error:
                 log.error("run %s: not saved before the stop: %s", run.uid, error, extra=about(run.uid))
             else:
                 log.info("run %s: saved at step %d before the stop (%s)", run.uid, run.step, artifact)

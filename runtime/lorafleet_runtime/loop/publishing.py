@@ -23,8 +23,11 @@ async def publish(fleet: Fleet, run: Run, n: int, manifest: Manifest, buffer: An
         return
     version = VersionId(run.uid, state.incarnation, n)
 
-    def wanted() -> bool:
-        return run.incarnation == version.incarnation and run.state in ("PENDING", "ACTIVE")
+    restarts = run.restarts
+
+    def wanted() -> bool:  # after a trainer's death `load` publishes again: this buffer may be lost with its node
+        same = run.incarnation == version.incarnation and run.restarts == restarts
+        return same and run.state in ("PENDING", "ACTIVE")
 
     async with state.publishing:
         if not wanted() or run.weight_version >= n:

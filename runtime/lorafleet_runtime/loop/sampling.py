@@ -109,7 +109,7 @@ async def _ask(fleet: Fleet, run: Run, state: RunState, index: int, version: Ver
             return DroppedGroup(run.uid, version, index, "aborted", "the run ended while it waited for an engine")
         return await fleet.workers.run_group(run.uid, run.spec, index, version, engine)
     except Retryable:
-        if await fleet.engines.check(engine):
+        if await fleet.engines.check(engine, version):
             state.tries[index] = state.tries.get(index, 0) + 1
         raise
     finally:

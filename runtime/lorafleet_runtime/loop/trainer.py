@@ -13,6 +13,19 @@ from lorafleet_runtime.remote import call
 log = logging.getLogger(__name__)
 
 
+class TrainerLost(Retryable):
+    """The trainer died.
+
+    Args:
+        message: what Ray says.
+        executing: it died in this very call; calls behind it in the actor's queue have nothing to do with it.
+    """
+
+    def __init__(self, message: str, executing: bool) -> None:
+        super().__init__(message)
+        self.executing = executing
+
+
 class TrainerHandle:
     """One trainer at a time. A call that finds it dead raises Retryable and starts a new one.
 
@@ -35,6 +48,8 @@ class TrainerHandle:
         self._on_ready = on_ready
         self._kill = kill
         self._actor: Any = None
+        self._queue: list[object] = []
+        """Calls without an answer, in the order in which the actor works on them."""
         self._ready = asyncio.Event()
         self._restart: asyncio.Task[None] | None = None
 
@@ -54,15 +69,22 @@ class TrainerHandle:
 
         Raises:
             RunError: the run's own fault.
-            Retryable: the trainer died; its runs load again.
+            TrainerLost: the trainer died; its runs load again.
         """
         await self._ready.wait()
-        actor = self._actor
+        return await self._answer(self._actor, getattr(self._actor, method).remote(*args))
+
+    async def _answer(self, actor: Any, reference: Any) -> Any:
+        ticket, queue = object(), self._queue
+        queue.append(ticket)
         try:
-            answer = await call(getattr(actor, method).remote(*args))
-        except Retryable:
+            answer = await call(reference)
+        except Retryable as error:
+            executing = queue is self._queue and queue[0] is ticket  # of all that fail now, the first
             self._lost(actor)
-            raise
+            raise TrainerLost(str(error), executing) from error
+        finally:
+            queue.remove(ticket)
         self._check_current(actor)
         return answer
 
@@ -73,20 +95,14 @@ class TrainerHandle:
 
     def _check_current(self, actor: Any) -> None:
         if actor is not self._actor or not self._ready.is_set():  # its runs have been told to load again
-            raise Retryable("the trainer was lost while its answer was on the way")
+            raise TrainerLost("the trainer was lost while its answer was on the way", executing=False)
 
     async def export(self, uid: str) -> tuple[Any, Any]:
         """The run's adapter as (Manifest, reference to the flat buffer); the bytes do not pass through here."""
         await self._ready.wait()
         actor = self._actor
         manifest_ref, buffer_ref = actor.export.options(num_returns=2).remote(uid)
-        try:
-            manifest = await call(manifest_ref)
-        except Retryable:
-            self._lost(actor)
-            raise
-        self._check_current(actor)
-        return manifest, buffer_ref
+        return await self._answer(actor, manifest_ref), buffer_ref
 
     def condemn(self, actor: Any) -> None:
         """Replace a trainer whose state cannot be trusted any more: it raised in the middle of a batch."""
@@ -97,6 +113,7 @@ class TrainerHandle:
             return
         log.error("the trainer died; starting a new one")
         self._ready.clear()
+        self._queue = []  # of the next trainer; the calls that wait for this one keep theirs
         self._kill(actor)
         self._on_lost()
         self._restart = asyncio.create_task(self._start_again())

@@ -17,6 +17,7 @@ from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.lifecycle import checkpoint
 from lorafleet_runtime.loop.publishing import publish
 from lorafleet_runtime.loop.samples import cut_samples, write_samples
+from lorafleet_runtime.loop.trainer import TrainerLost
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.types import BatchResult, PromptGroup, RunBatchStats, RunFault, StepResult
 
@@ -35,8 +36,11 @@ async def train(fleet: Fleet) -> None:
             full = commit(fleet, groups, result)
             for run in full:
                 await step(fleet, run)
+        except TrainerLost as error:
+            if error.executing:
+                _suspect(fleet, groups, str(error))
         except Retryable as error:
-            _suspect(fleet, groups, str(error))
+            log.info("training: %s; its runs load again", error)
         except Exception as error:
             log.exception("the trainer raised; its accumulators cannot be trusted, so it is replaced")
             _suspect(fleet, groups, f"{type(error).__name__}: {error}")
@@ -129,6 +133,8 @@ async def step(fleet: Fleet, run: Run) -> None:
     if state is None or run.state != "ACTIVE":
         return  # it ended while its batch was training
     async with state.stepping:
+        if fleet.state(run) is not state or run.state != "ACTIVE" or not run.loaded:
+            return  # the trainer was lost while this waited
         cursor = state.tracker.cursor
         outcome: StepResult | RunFault = await fleet.trainer.call("step", run.uid, cursor, state.incarnation)
         if isinstance(outcome, RunFault):

@@ -217,6 +217,7 @@ class Registry(Listings):
             self._begin_anew(run)
         if not run.was_loaded:
             run.step = run.start_step = loaded.step
+            run.loaded_from = loaded.incarnation
         run.loaded = run.was_loaded = True
         if run.weight_version and run.state == "PENDING":
             run.activate(now)

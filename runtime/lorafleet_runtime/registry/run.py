@@ -81,6 +81,10 @@ class Run:
     """The trainer holds this incarnation."""
     was_loaded: bool = False
     """A trainer held this incarnation."""
+    loaded_from: str = ""
+    """The incarnation that made the step from which this one began."""
+    load_deaths: int = 0
+    """Times in a row that the trainer died while it loaded the run."""
     weight_version: int = 0
     """The newest version verified on every engine; 0 before the first."""
     step: int = 0
@@ -129,8 +133,8 @@ class Run:
 
     def is_where_it_was(self, loaded: Loaded) -> bool:
         """Whether the trainer loaded the very weights that this incarnation was at."""
-        untouched = self.step == self.start_step  # it made no step, and came from the same checkpoint or from none
-        return loaded.step == self.step and (untouched or loaded.incarnation == self.incarnation)
+        made_by = self.loaded_from if self.step == self.start_step else self.incarnation
+        return (loaded.step, loaded.incarnation) == (self.step, made_by)
 
     def discard_batch(self) -> None:
         """Forget what was accumulated since the last step: the trainer does not have it."""

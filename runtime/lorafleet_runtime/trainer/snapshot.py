@@ -108,7 +108,8 @@ class Snapshots:
         kept = {self._path(uid) for uid in uids}
         for path in self._folder.iterdir():
             if path not in kept:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # another user's, or a folder: not ours
+                    path.unlink(missing_ok=True)
 
     def _path(self, uid: str) -> Path:
         assert self._folder is not None

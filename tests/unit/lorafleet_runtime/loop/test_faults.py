@@ -299,3 +299,16 @@ async def test_a_group_that_a_living_engine_never_answers_fails_its_run(
     assert (bad.state, bad.reason) == ("FAILED", reasons.INTERNAL_ERROR)
     assert "prompt group 3 failed 20 times" in bad.message
     assert world.registry.runs["good"].state == "COMPLETED"
+
+
+async def test_a_version_that_an_engine_lost_is_put_back_and_no_run_fails_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(sampling, "_MAX_TRIES", 1)
+    async with running(world):
+        put(world.registry, "a", numStep=50)
+        await world.until(lambda: world.registry.runs["a"].step >= 2)
+        world.engines[0].target.adapters.clear()
+        await world.until(lambda: ended(world, "a"))
+    assert world.registry.runs["a"].state == "COMPLETED"

@@ -109,3 +109,17 @@ async def test_a_stop_saves_live_runs_at_their_last_step(world: World) -> None:
         step, cursor, _ = world.disk["a"]
     assert step >= 3
     assert cursor.low == 2 * step  # exactly the groups of the steps that are saved
+
+
+async def test_a_trainer_that_dies_while_the_last_checkpoint_waits_costs_nothing(
+    world: World, quick_saves: None
+) -> None:
+    full = RunError(reasons.STORAGE_ERROR, "disk full")
+    world.configure_trainer = lambda t: setattr(t, "checkpoint_error", full if len(world.trainers) == 0 else None)
+    async with running(world):
+        put(world.registry, "a")
+        await world.until(lambda: "disk full" in world.registry.runs["a"].message)
+        world.trainers[0].dead = True
+        await world.until(lambda: ended(world, "a"))
+    run = world.registry.runs["a"]
+    assert (run.state, run.step, world.disk["a"][0]) == ("COMPLETED", 3, 3)

@@ -1,12 +1,13 @@
 """What a dying trainer costs: no step, no group, and no run but the one that kills it."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable
-from lorafleet_runtime.types import Cursor, Manifest, PromptGroup, StepResult, VersionId
+from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, Manifest, PromptGroup, StepResult, VersionId
 from support.fake_actors import FakeEngine, FakeTrainer
 from support.fleets import World, ended, running
 from support.runs import put
@@ -144,7 +145,7 @@ async def test_the_snapshot_of_a_suspended_run_goes_with_the_run(world: World) -
         put(world.registry, "a", suspend=True)
         await world.until(lambda: world.registry.runs["a"].state == "SUSPENDED")
         world.node["a"] = (3, Cursor(), "1.0")
-        await world.until(lambda: "a" in world.fleet.suspended)
+        await world.until(lambda: "a" in world.fleet.unended)
         world.registry.delete("a")
         await world.until(lambda: "a" not in world.node)
 
@@ -185,4 +186,60 @@ async def test_a_trainer_that_raises_in_a_batch_is_replaced(world: World) -> Non
         put(world.registry, "a")
         await world.until(lambda: ended(world, "a"))
     assert [trainer.dead for trainer in world.trainers] == [True, False]
+    assert world.registry.runs["a"].state == "COMPLETED"
+
+
+def kills_when_loading(world: World, uid: str) -> Callable[[FakeTrainer], None]:
+    def configure(trainer: FakeTrainer) -> None:
+        load = trainer.load
+
+        def dying(request: LoadRequest) -> Loaded:
+            if request.uid == uid:
+                world.trainers[-1].dead = True
+            return load(request)
+
+        trainer.load = dying  # type: ignore[method-assign]
+
+    return configure
+
+
+async def test_a_run_whose_load_kills_the_trainer_is_found_and_failed(world: World) -> None:
+    world.configure_trainer = kills_when_loading(world, "bad")
+    async with running(world):
+        put(world.registry, "bad", backoffLimit=1)
+        put(world.registry, "good", backoffLimit=0)
+        await world.until(lambda: ended(world, "bad") and ended(world, "good"), timeout=20)
+    bad = world.registry.runs["bad"]
+    assert (bad.state, bad.reason) == ("FAILED", reasons.TRAINER_CRASHED)
+    assert "died 2 times while it loaded this run" in bad.message
+    assert world.registry.runs["good"].state == "COMPLETED"
+    assert len(world.trainers) == 3
+
+
+async def test_a_run_whose_load_kills_the_trainer_can_be_deleted(world: World) -> None:
+    async with running(world):
+        put(world.registry, "bad", numStep=1000, backoffLimit=0)
+        await world.until(lambda: world.registry.runs["bad"].step >= 2)
+        world.configure_trainer = kills_when_loading(world, "bad")
+        world.registry.delete("bad")
+        world.trainers[0].dead = True
+        await world.until(lambda: "bad" not in world.registry.runs)
+
+
+async def test_a_first_publish_with_a_lost_buffer_is_made_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish, tried = FakeEngine.publish, asyncio.Event()
+
+    def unless_lost(engine: FakeEngine, version: VersionId, manifest: Manifest, buffer: object) -> None:
+        if len(world.trainers) == 1:
+            tried.set()
+            raise Retryable("ObjectLostError: the node that held the buffer died")
+        publish(engine, version, manifest, buffer)
+
+    monkeypatch.setattr(FakeEngine, "publish", unless_lost)
+    async with running(world):
+        put(world.registry, "a")
+        await tried.wait()
+        world.trainers[0].dead = True
+        await asyncio.gather(world.fleet.trainer.call("slots"), return_exceptions=True)
+        await world.until(lambda: ended(world, "a"))
     assert world.registry.runs["a"].state == "COMPLETED"
