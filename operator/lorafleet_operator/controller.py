@@ -10,6 +10,7 @@ Safe to be killed at any await: every step can be repeated, and the next process
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -60,7 +61,7 @@ class Controller:
         self._clock = clock
         self._writer = StatusWriter(kube, settings.writes_per_second)
         self._refusals: dict[str, Refusal] = {}
-        self._written: dict[Key, float] = {}
+        self._written: dict[Key, float] = {}  # monotonic: a step of the wall clock must not hold up progress
         self._places: Turns[Key] = Turns(settings.places_per_second)
         self._backoff: dict[Key, Backoff] = {}
 
@@ -168,12 +169,12 @@ class Controller:
         desired = compute(obj)
         if desired is None:
             return None
-        since = self._clock() - self._written.get(key, 0.0)
+        since = time.monotonic() - self._written.get(key, -math.inf)
         stored = obj.get("status") or {}
         intervals = Intervals(interval, self._place_interval(), self._settings.queue_position_seconds)
         wait = write_in(stored, desired, since, intervals)
         if wait == 0.0 and is_place(stored, desired):
-            wait = BUSY_RETRY_SECONDS if self._writer.busy else self._places.wait(key, self._clock())
+            wait = BUSY_RETRY_SECONDS if self._writer.busy else self._places.wait(key, time.monotonic())
         elif wait is None or wait == 0.0:
             self._places.drop(key)
         if wait is None or wait > 0.0:
@@ -185,7 +186,7 @@ class Controller:
             return None
         except Invalid:
             return REJECTED_RETRY_SECONDS  # already loud; the rest of the plan goes on
-        self._written[key] = self._clock()
+        self._written[key] = time.monotonic()
         self._store.put(key, written)
         return None
 

@@ -44,7 +44,7 @@ class World:
         """The newest worker."""
         return self.workers[-1].target
 
-    async def until(self, condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout: float = 30.0) -> None:
         """Wait for a state of the registry; woken by its changes."""
         async with asyncio.timeout(timeout):
             while not condition():

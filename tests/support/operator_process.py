@@ -11,6 +11,7 @@ is replaced by a new one, as its supervisor would do. `until` waits for things t
 import asyncio
 import base64
 import itertools
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +52,7 @@ class World:
         self.calls = 0
         self.fenced: list[str] = []
         self.unreachable = False
+        self.wall: Callable[[], float] = time.time
         self.kill_at: tuple[int, str] | None = None
         """(number of the call, "before" or "after" its effect)."""
         self.links: Links | None = None
@@ -153,7 +155,7 @@ class World:
         kube = self.api.client()
         kube.may_write = self._may_write
         self.links = Links(self._store, self._queue, kube, self.settings, self.fenced.append, self._open)
-        controller = Controller(self._store, self._queue, kube, self.settings, self.links)
+        controller = Controller(self._store, self._queue, kube, self.settings, self.links, lambda: self.wall())
         try:
             for kind in KINDS:
                 listing = await kube.list(kind, self.settings.namespace)

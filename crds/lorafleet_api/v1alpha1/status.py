@@ -129,7 +129,7 @@ class AdapterRunStatus(ApiModel):
     artifact: ArtifactStatus | None = None
     """Newest durable checkpoint."""
     queue_position: int | None = Field(default=None, ge=0)
-    """Place in the queue for a slot; 1 is next."""
+    """Position in the queue for a slot; 1 is next."""
     start_time: Timestamp | None = None
     """First registration."""
     completion_time: Timestamp | None = None

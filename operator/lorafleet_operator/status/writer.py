@@ -65,7 +65,7 @@ class Turns[K: Hashable]:
         self._turns: dict[K, float] = {}
 
     def wait(self, key: K, now: float) -> float:
-        """Seconds until the key's turn, which is given out at the first call; 0.0 ends it."""
+        """Seconds until the key's turn, which is given out at the first call; 0.0 ends it. `now` is monotonic time."""
         turn = self._turns.setdefault(key, max(now, self._next))
         self._next = max(self._next, turn + self._gap)
         if turn > now:

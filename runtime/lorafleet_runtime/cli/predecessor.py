@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lorafleet_runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.02
 _LINGER_SECONDS = 1.0
 """What descendants get to end by themselves once their root is gone."""
 
@@ -60,18 +62,36 @@ def end_predecessor(state_file: Path | None, serve_seconds: float, ray_seconds: 
 
 
 def end_tree(process: psutil.Process, grace_seconds: float) -> None:
-    """SIGTERM, then SIGKILL for it and for every descendant that it leaves behind."""
+    """SIGTERM, then SIGKILL for it and for every descendant that it leaves behind; a zombie counts as ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         tree = process.children(recursive=True)
         process.terminate()
-        _, deaf = psutil.wait_procs([process], timeout=grace_seconds)
-        if deaf:
+        if _running_after([process], grace_seconds):
             log.warning("process %d did not stop in %.0f s; killing it", process.pid, grace_seconds)
-        _, left = psutil.wait_procs([process, *tree], timeout=_LINGER_SECONDS)
+        left = _running_after([process, *tree], _LINGER_SECONDS)
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        psutil.wait_procs(left, timeout=grace_seconds)
+        _running_after(left, grace_seconds)
+        psutil.wait_procs([process, *tree], timeout=0)  # reaps those that are this process's children
+
+
+def _running_after(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that still run after so many seconds; returns earlier when none does.
+
+    Not psutil.wait_procs, for which a zombie is there until its parent reaps it; a container's PID 1 may never do so.
+    """
+    deadline = time.monotonic() + seconds
+    while (running := [one for one in processes if _is_running(one)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return running
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _recorded(state_file: Path | None) -> dict[str, Any]:

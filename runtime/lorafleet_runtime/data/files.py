@@ -6,6 +6,7 @@ gives each struct the union of all keys. Knows nothing of tokenizers or runs.
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -154,18 +155,18 @@ def _parse_jsonl(content: bytes, data: str, field: str) -> tuple[list[dict[str, 
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} is there twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} is there twice")
+        found[key] = value
     return found
 
 
 def _parse_parquet(content: bytes, data: str, field: str) -> tuple[list[dict[str, Any]], list[str]]:
     try:
         stored = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
-        twice = [name for name in stored.schema_arrow.names if stored.schema_arrow.names.count(name) > 1]
+        twice = [name for name, count in Counter(stored.schema_arrow.names).items() if count > 1]
         if twice:
             raise ValueError(f"column {twice[0]!r} is there twice")
         rows = _unpack(stored)

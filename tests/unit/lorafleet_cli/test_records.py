@@ -81,10 +81,10 @@ def test_logs_follow_waits_for_a_runtime_that_restarts(done: CliWorld, monkeypat
     monkeypatch.setattr("lorafleet_cli.logs._POLL_SECONDS", 0.05)
 
     def restart() -> None:
-        assert done.runtime is not None and read.wait(10)
+        assert done.runtime is not None and read.wait(60)
         done.runtime.stop()
         done.runs[0]["status"]["conditions"].append({"type": "Deregistered", "status": "True", "reason": "Verified"})
-        assert away.wait(10)
+        assert away.wait(60)
         append(done.directory(done.runs[0]), json.dumps({"time": 4.0, "level": "INFO", "message": "back"}))
         done.start_runtime(port)
 

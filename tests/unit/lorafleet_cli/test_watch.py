@@ -119,7 +119,7 @@ def test_ctrl_c_is_quiet(world: CliWorld) -> None:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("json  Training")
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
         assert process.stderr.read() == ""
 
 

@@ -93,7 +93,7 @@ def test_sigkill_of_the_command_takes_the_stack_down(
     assert find(part) is not None
     assert len(guardians(folder)) == 1
     (os.killpg if group else os.kill)(command.pid, signal.SIGKILL)
-    wait_until("the guardian's end", lambda: guardians(folder) == [], 20.0)
+    wait_until("the guardian's end", lambda: guardians(folder) == [], 60.0)
     assert find(part) is None
     assert State.load(folder).owner is None
 
@@ -136,14 +136,14 @@ def test_down_ends_the_command_first(command: subprocess.Popen[str], tmp_path: P
     folder = tmp_path / "state"
     (part,) = State.load(folder).processes
     stack.down(folder, Reporter())
-    assert command.wait(5.0) == -signal.SIGTERM
-    wait_until("the guardian's end", lambda: guardians(folder) == [], 20.0)
+    assert command.wait(60.0) == -signal.SIGTERM
+    wait_until("the guardian's end", lambda: guardians(folder) == [], 60.0)
     assert find(part) is None
 
 
 def test_the_usage_needs_a_released_byte(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "lorafleet_local.guardian", str(tmp_path / "no"), "1", "1"]
-    done = subprocess.run(arguments, input=guardian._RELEASED, timeout=10.0)
+    done = subprocess.run(arguments, input=guardian._RELEASED, timeout=60.0)
     assert done.returncode == 0
     assert not (tmp_path / "no").exists()
 
@@ -167,9 +167,9 @@ def test_a_closed_terminal_leaves_nothing(tmp_path: Path) -> None:
             said += os.read(master, 1000)
         (part,) = State.load(folder).processes
         os.close(master)
-        assert process.wait(20.0) == 128 + signal.SIGHUP
+        assert process.wait(60.0) == 128 + signal.SIGHUP
         assert find(part) is None, "the command itself takes its stack down"
-        wait_until("the guardian's end", lambda: guardians(folder) == [], 20.0)
+        wait_until("the guardian's end", lambda: guardians(folder) == [], 60.0)
         assert State.load(folder).owner is None
     finally:
         process.kill()
@@ -179,9 +179,9 @@ def test_a_closed_terminal_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_command_that_fails_with_its_stack_up_leaves_it_to_the_guardian(tmp_path: Path) -> None:
     code = COMMAND.replace('print("up", flush=True)\n    time.sleep(60)', 'raise OSError("clean-up failed")')
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=20.0)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60.0)
     assert "clean-up failed" in done.stderr
-    wait_until("the guardian's end", lambda: guardians(tmp_path) == [], 20.0)
+    wait_until("the guardian's end", lambda: guardians(tmp_path) == [], 60.0)
     state = State.load(tmp_path)
     assert (state.processes, state.owner, stack.is_down(tmp_path)) == ([], None, True)
 
@@ -198,7 +198,7 @@ def test_down_ends_a_suspended_command(command: subprocess.Popen[str], tmp_path:
     os.kill(command.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, command.pid, os.WSTOPPED)
     stack.down(folder, Reporter())
-    assert command.wait(5.0) == -signal.SIGTERM
+    assert command.wait(60.0) == -signal.SIGTERM
     assert find(part) is None
 
 
@@ -210,7 +210,7 @@ def test_down_kills_a_command_that_does_not_end(
     folder = tmp_path / "state"
     (part,) = State.load(folder).processes
     assert stack.down(folder, Reporter())
-    assert command.wait(5.0) == -signal.SIGKILL
+    assert command.wait(60.0) == -signal.SIGKILL
     assert find(part) is None
     assert f"pid {command.pid} did not end" in capsys.readouterr().out
 
@@ -234,9 +234,9 @@ with tiny_stack.tiny_stack(Path(sys.argv[1])):
 """
     folder = tmp_path / "state"
     search = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=search, timeout=20.0)
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=search, timeout=60.0)
     try:
         assert killed.returncode == -signal.SIGKILL
-        wait_until("the end of the stack", lambda: stack.is_down(folder), 20.0)
+        wait_until("the end of the stack", lambda: stack.is_down(folder), 60.0)
     finally:
         sweep(State.load(folder).stack_id, 0.0)

@@ -15,7 +15,7 @@ from lorafleet_local.state import State
 def make(folder: Path, target: str) -> "subprocess.CompletedProcess[str]":
     shutil.copy(repo_root() / "Makefile", folder)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "LORAFLEET_STATE"))}
-    return subprocess.run(["make", target], cwd=folder, env=env, capture_output=True, text=True, timeout=20.0)
+    return subprocess.run(["make", target], cwd=folder, env=env, capture_output=True, text=True, timeout=60.0)
 
 
 @pytest.mark.parametrize("folder", [".lorafleet", ".lorafleet/demo"])

@@ -109,7 +109,7 @@ def test_a_runtime_without_its_supervisor_saves_before_the_control_plane_goes(
         argv = supervised(name, [sys.executable, "-S", "-c", code, str(tmp_path)])
         state.add(start(name, argv, state.log(name), state.stack_id))
     try:
-        wait_until("both to start", lambda: (tmp_path / "etcd").exists() and (tmp_path / "head").exists(), 10.0)
+        wait_until("both to start", lambda: (tmp_path / "etcd").exists() and (tmp_path / "head").exists(), 60.0)
         supervisor = state.process("runtime")
         assert supervisor is not None
         os.kill(supervisor.pid, signal.SIGKILL)

@@ -54,7 +54,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
 
 async def until(happened: Callable[[], bool]) -> None:
     """Polls what another task is to do."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not happened():
             await asyncio.sleep(0.005)
 
@@ -83,7 +83,7 @@ async def test_a_task_that_dies_ends_the_process_with_its_traceback(
 ) -> None:
     _, running = await started()
     api.on_call = broken(part)
-    assert await asyncio.wait_for(running, 5) == EXIT_BROKEN
+    assert await asyncio.wait_for(running, 30) == EXIT_BROKEN
     [died] = [record for record in caplog.records if record.message == f"task {task} died"]
     assert died.exc_info is not None and "unforeseen" in str(died.exc_info[1])
     [ending] = [record.message for record in caplog.records if record.message.startswith("ending:")]
@@ -93,7 +93,7 @@ async def test_a_task_that_dies_ends_the_process_with_its_traceback(
 async def test_a_signal_ends_it_and_gives_the_lease_back(api: FakeApi) -> None:
     _, running = await started()
     signal.raise_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(running, 5) == EXIT_OK
+    assert await asyncio.wait_for(running, 30) == EXIT_OK
     assert (api.lease or {})["spec"]["holderIdentity"] == ""
 
 
@@ -111,13 +111,13 @@ async def test_a_fenced_one_writes_nothing_and_stays_until_the_other_is_silent(
     process, running = await started()
     process._fenced("a newer one")
     written = len(api.writes)
-    await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(asked.wait(), 30)
     assert not running.done()
     assert WATCHES[-1].renewing_at_stop is False
     with pytest.raises(ApiUnavailable, match="given up"):
         process._kube.may_write()
     silent.set()
-    assert await asyncio.wait_for(running, 5) == EXIT_FENCED
+    assert await asyncio.wait_for(running, 30) == EXIT_FENCED
     assert len(api.writes) == written
     said = [record.message for record in caplog.records if record.levelno >= logging.ERROR]
     assert said[0] == "ending: fenced: another operator works here: a newer one"
@@ -135,6 +135,6 @@ async def test_a_signal_ends_the_wait_of_a_fenced_one(api: FakeApi, monkeypatch:
     monkeypatch.setattr(Links, "rivals_silent", never)
     process, running = await started()
     process._fenced("a newer one")
-    await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(asked.wait(), 30)
     signal.raise_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(running, 5) == EXIT_FENCED
+    assert await asyncio.wait_for(running, 30) == EXIT_FENCED

@@ -1,6 +1,7 @@
 """The operator as a whole against a fake API server and a fake runtime: what happens over time."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -58,6 +59,16 @@ def test_progress_reaches_the_status() -> None:
 
     status = play(scenario).status()
     assert (status["targetStep"], status["rewardMean"], status["weightVersion"]) == (5, 0.3, 4)
+
+
+def test_a_wall_clock_that_steps_back_holds_up_no_progress() -> None:
+    async def scenario(world: World) -> None:
+        await train(world)
+        world.wall = lambda: time.time() - 3600.0
+        world.runtime.step(UID, 4)
+        await world.until(lambda: world.status().get("step") == 4, 10.0)
+
+    play(scenario)
 
 
 def test_suspend_and_resume_keep_the_step() -> None:

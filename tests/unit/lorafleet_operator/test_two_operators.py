@@ -1,6 +1,7 @@
 """Two operators that share no Lease, on one API server and one runtime: the older one is fenced and does no harm."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from lorafleet_api.v1alpha1 import names
@@ -102,12 +103,12 @@ def test_a_fenced_one_is_alone_once_nothing_was_heard_of_the_newer_one_for_long(
     async def after(older: World, newer: World, seen: list[Object]) -> None:
         assert not await older_is_alone(older)
         older.runtime.operator_epoch += 1  # a third one, which ends those two
-        older.runtime.heard -= 15.0
+        older.runtime.heard = time.monotonic() - 10.0  # of 16: poll_seconds is 1
         assert not await older_is_alone(older)
-        older.runtime.heard -= 2.0  # poll_seconds is 1
+        older.runtime.heard = time.monotonic() - 60.0
         assert await older_is_alone(older)
         older.unreachable = True
-        older.runtime.heard += 17.0
+        older.runtime.heard = time.monotonic()
         assert await older_is_alone(older)
 
     play(after)

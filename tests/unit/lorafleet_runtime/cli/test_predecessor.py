@@ -53,6 +53,13 @@ def started() -> Iterator["list[subprocess.Popen[str]]"]:
         child.communicate()
 
 
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def record(folder: Path, **about: object) -> Path:
     path = folder / "runtime.json"
     path.write_text(json.dumps(about))
@@ -62,16 +69,26 @@ def record(folder: Path, **about: object) -> Path:
 def test_what_is_recorded_ends_with_its_descendants(tmp_path: Path, started: "list[subprocess.Popen[str]]") -> None:
     ray, grandchild = run(PARENT)
     started.append(ray)
-    end_predecessor(record(tmp_path, ray=identity(ray.pid)), 5.0, 5.0)
-    assert ray.wait(timeout=5.0) in (-signal.SIGTERM, 0)
-    assert not psutil.pid_exists(int(grandchild))
+    end_predecessor(record(tmp_path, ray=identity(ray.pid)), 30.0, 30.0)
+    assert ray.wait(timeout=30.0) in (-signal.SIGTERM, 0)
+    assert not lives(int(grandchild))
+
+
+def test_a_zombie_that_nobody_reaps_is_not_waited_for(
+    tmp_path: Path, started: "list[subprocess.Popen[str]]", caplog: pytest.LogCaptureFixture
+) -> None:
+    careless, ray = run(PARENT)
+    started.append(careless)
+    end_predecessor(record(tmp_path, ray=identity(int(ray))), 10.0, 10.0)
+    assert "ending it" in caplog.text and "did not stop" not in caplog.text
+    assert psutil.Process(int(ray)).status() == psutil.STATUS_ZOMBIE
 
 
 def test_serve_ends_before_ray_so_that_it_can_save(tmp_path: Path, started: "list[subprocess.Popen[str]]") -> None:
     order = tmp_path / "order"
     ray, serve = run(NOTED, str(order), "ray")[0], run(NOTED, str(order), "serve")[0]
     started += [ray, serve]
-    end_predecessor(record(tmp_path, ray=identity(ray.pid), serve=identity(serve.pid)), 5.0, 5.0)
+    end_predecessor(record(tmp_path, ray=identity(ray.pid), serve=identity(serve.pid)), 30.0, 30.0)
     assert order.read_text().split() == ["serve", "ray"]
 
 
@@ -80,7 +97,7 @@ def test_a_reused_pid_is_left_alone(tmp_path: Path, started: "list[subprocess.Po
     started.append(other)
     about = identity(other.pid)
     assert about["started"] is not None
-    end_predecessor(record(tmp_path, serve=about | {"started": about["started"] - 1}), 5.0, 5.0)
+    end_predecessor(record(tmp_path, serve=about | {"started": about["started"] - 1}), 30.0, 30.0)
     assert other.poll() is None
 
 

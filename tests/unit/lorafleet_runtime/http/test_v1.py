@@ -146,11 +146,11 @@ async def test_an_older_operator_that_waits_in_a_long_poll_is_told_at_once(
     await client.put("/v1/pool", json={"operatorEpoch": 4, "uids": []})
     after = f"4,{view.registry.revision}"
     old = {OPERATOR_EPOCH_HEADER: "4"}
-    poll = asyncio.create_task(client.get(f"/v1/adapters?after={after}&timeout=20", headers=old))
+    poll = asyncio.create_task(client.get(f"/v1/adapters?after={after}&timeout=60", headers=old))
     while not view.signal._waiters:  # the poll has passed its first check
         await asyncio.sleep(0)
     await client.put("/v1/pool", json={"operatorEpoch": 5, "uids": []})
-    assert (await asyncio.wait_for(poll, 5)).status_code == 409
+    assert (await asyncio.wait_for(poll, 30)).status_code == 409
 
 
 async def test_ready_only_after_the_operator_has_spoken(client: httpx.AsyncClient, view: FleetView) -> None:
@@ -163,16 +163,16 @@ async def test_ready_only_after_the_operator_has_spoken(client: httpx.AsyncClien
 async def test_a_long_poll_returns_on_the_next_change(client: httpx.AsyncClient, view: FleetView) -> None:
     await client.put("/v1/adapters/u1", json=body())
     after = f"4,{view.registry.revision}"
-    poll = asyncio.create_task(client.get(f"/v1/adapters?after={after}&timeout=20"))
+    poll = asyncio.create_task(client.get(f"/v1/adapters?after={after}&timeout=60"))
     await asyncio.sleep(0)
     view.registry.checked("u1", DATASET)
-    answer = AdapterList.model_validate((await asyncio.wait_for(poll, 5)).json())
+    answer = AdapterList.model_validate((await asyncio.wait_for(poll, 30)).json())
     assert answer.revision > int(after.split(",")[1])
     assert answer.adapters[0].target_step == 3
 
 
 async def test_a_long_poll_of_another_boot_returns_at_once(client: httpx.AsyncClient) -> None:
-    answer = await asyncio.wait_for(client.get("/v1/adapters?after=3,0&timeout=30"), 5)
+    answer = await asyncio.wait_for(client.get("/v1/adapters?after=3,0&timeout=60"), 30)
     assert answer.json()["bootEpoch"] == 4
 
 

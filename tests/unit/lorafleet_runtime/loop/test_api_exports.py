@@ -119,7 +119,7 @@ async def test_a_copy_is_tried_again_without_any_event(tmp_path: Path, monkeypat
     monkeypatch.setattr(api_runs, "export", copy)
     await saving(miles, "a")
     keeper = asyncio.create_task(miles.runs.keep())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await done.wait()
     keeper.cancel()
     assert tries[0] == 3
@@ -191,7 +191,7 @@ async def test_a_full_disk_is_asked_once_a_pause_however_many_events_there_are(
     monkeypatch.setattr(api_runs.asyncio, "sleep", pause)
     miles.registry.fail(RunFault(run.uid, "RewardError", "why"))
     keeper = asyncio.create_task(miles.runs.keep())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await paused.wait()
     monkeypatch.undo()
     for _ in range(100):
@@ -207,7 +207,7 @@ async def test_a_copy_of_the_base_adapter_is_made_once(tmp_path: Path) -> None:
     run = miles.activate("a")
     await miles.client.delete("/adapter_runs/a")
     miles.save(run)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await miles.runs.flush()
     assert miles.runs.record(run).exported_step == 0
 

@@ -72,7 +72,7 @@ async def test_an_end_that_could_not_be_recorded_is_recorded_later(
     [path] = miles.files
     keeper = asyncio.create_task(miles.runs.keep())
     miles.registry.fail(RunFault(run.uid, "RewardError", "why"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while json.loads(path.read_text()).get("end") is None:
             await asyncio.sleep(0.005)
     keeper.cancel()

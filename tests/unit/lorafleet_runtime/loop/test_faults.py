@@ -21,7 +21,7 @@ async def test_one_death_starts_one_engine_however_many_groups_notice(world: Wor
         await world.until(lambda: (s := world.fleet.states.get("a")) is not None and s.in_flight == 8)
         world.engines[0].dead = True
         world.worker.gate.set()
-        await world.until(lambda: ended(world, "a"), timeout=20)
+        await world.until(lambda: ended(world, "a"))
     assert len(world.engines) == 2
     assert world.reaped == [world.engines[0]]
 
@@ -100,7 +100,7 @@ async def test_a_refused_adapter_does_not_keep_a_new_engine_from_the_others(worl
 
         spawner.spawn = picky  # type: ignore[method-assign]
         world.engines[0].dead = True
-        await world.until(lambda: ended(world, "bad") and ended(world, "good"), timeout=20)
+        await world.until(lambda: ended(world, "bad") and ended(world, "good"))
     assert world.registry.runs["bad"].reason == reasons.PUBLISH_ERROR
     assert world.registry.runs["good"].state == "COMPLETED"
     assert len(world.engines) == 2
@@ -129,7 +129,7 @@ async def test_groups_that_find_a_run_closed_open_it_once(world: World) -> None:
         await world.until(lambda: len(world.workers) == 2)
         inner = world.worker.open
         world.worker.open = lambda uid, spec: (opens.append(uid), inner(uid, spec))[1]  # type: ignore[method-assign]
-        await world.until(lambda: ended(world, "a"), timeout=20)
+        await world.until(lambda: ended(world, "a"))
     assert len(opens) <= 1
 
 
@@ -154,7 +154,7 @@ async def test_a_straggler_of_an_ended_incarnation_cannot_fail_the_new_one(world
         await world.until(lambda: world.registry.runs["a"].state == "ACTIVE")
         gate.set()
         await late.wait()
-        await world.until(lambda: ended(world, "a"), timeout=20)
+        await world.until(lambda: ended(world, "a"))
     assert world.registry.runs["a"].state == "COMPLETED"
 
 

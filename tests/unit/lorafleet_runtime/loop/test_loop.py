@@ -101,7 +101,7 @@ async def test_a_dead_engine_is_reaped_and_gets_every_live_version(world: World)
         put(world.registry, "a", numStep=50)
         await world.until(lambda: world.registry.runs["a"].step >= 2)
         world.engines[0].dead = True
-        await world.until(lambda: ended(world, "a"), timeout=20)
+        await world.until(lambda: ended(world, "a"))
     assert world.reaped == [world.engines[0]]
     assert len(world.engines) == 2
     assert world.registry.runs["a"].step == 50
@@ -113,7 +113,7 @@ async def test_a_dead_worker_is_replaced_and_the_group_sampled_again(world: Worl
         put(world.registry, "a", numStep=20)
         await world.until(lambda: world.registry.runs["a"].step >= 2)
         world.workers[0].dead = True
-        await world.until(lambda: ended(world, "a"), timeout=20)
+        await world.until(lambda: ended(world, "a"))
     assert len(world.workers) == 2
     assert sorted(i for _, i, _ in world.trained()) == list(range(40))
 

@@ -128,7 +128,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_caller(caplog: pytest.LogCapture
         release.wait(10)
 
     writer.submit(hang)
-    assert started.wait(5)
+    assert started.wait(30)
     for _ in range(2000):
         writer.submit(lambda: None)
     assert not writer.flush(0.0)
@@ -146,7 +146,7 @@ def test_steps_that_wait_for_a_disk_that_hangs_keep_little_and_log_lines_still_f
         release.wait(10)
 
     writer.submit(hang)
-    assert started.wait(5)
+    assert started.wait(30)
     for _ in range(200):
         text = threading.Event()  # stands for a step's text, and can be referred to weakly
         big.append(weakref.ref(text))
@@ -183,7 +183,7 @@ async def test_a_step_that_waits_to_be_written_does_not_keep_its_groups(world: W
         release.wait(30)
 
     world.fleet.writer.submit(hang)
-    assert started.wait(5)
+    assert started.wait(30)
     async with running(world):
         put(world.registry, "a")
         await world.until(lambda: ended(world, "a"))

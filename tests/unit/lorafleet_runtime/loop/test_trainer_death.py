@@ -167,7 +167,7 @@ async def test_a_run_that_kills_the_trainer_is_found_and_failed(world: World) ->
     async with running(world):
         put(world.registry, "bad", backoffLimit=1)
         put(world.registry, "good")
-        await world.until(lambda: ended(world, "bad") and ended(world, "good"), timeout=20)
+        await world.until(lambda: ended(world, "bad") and ended(world, "good"))
     assert world.registry.runs["bad"].reason == reasons.TRAINER_CRASHED
     assert world.registry.runs["good"].state == "COMPLETED"
 
@@ -208,7 +208,7 @@ async def test_a_run_whose_load_kills_the_trainer_is_found_and_failed(world: Wor
     async with running(world):
         put(world.registry, "bad", backoffLimit=1)
         put(world.registry, "good", backoffLimit=0)
-        await world.until(lambda: ended(world, "bad") and ended(world, "good"), timeout=20)
+        await world.until(lambda: ended(world, "bad") and ended(world, "good"))
     bad = world.registry.runs["bad"]
     assert (bad.state, bad.reason) == ("FAILED", reasons.TRAINER_CRASHED)
     assert "died 2 times while it loaded this run" in bad.message
