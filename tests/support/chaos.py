@@ -19,7 +19,7 @@ import psutil
 
 from lorafleet_local.api import Api, condition
 from lorafleet_local.processes import _short_name, find, members
-from support.chaos_steps import artifact_digest, read_batches, read_steps, repeated_steps
+from support.chaos_steps import artifact_digest, read_steps, repeated_steps
 from support.cluster import Cluster, manifest
 
 LOAD: tuple[dict[str, Any], ...] = (
@@ -198,9 +198,11 @@ class Scenario:
         self.row.recovery = f"{time.monotonic() - self._struck:.1f} s"
 
     def lost_groups(self, name: str) -> int:
-        """Prompt groups of a run that the trainer accumulated and that went into no step."""
-        batches = read_batches(self.chaos.folder, self.uids[name])
-        return batches - int(self.specs[name]["numStep"]) * int(self.specs[name]["rolloutBatchSize"])
+        """Prompt groups of a completed run that were sampled for good and went into no step, by its last checkpoint."""
+        artifact = self.objects()[name]["status"]["artifact"]["path"]
+        cursor = json.loads((Path(artifact) / "state.json").read_text())["cursor"]
+        consumed = int(cursor["low"]) + len(cursor["consumed"])
+        return consumed - int(self.specs[name]["numStep"]) * int(self.specs[name]["rolloutBatchSize"])
 
     def _step_in_record(self, uid: str) -> int:
         return max((s.step for s in read_steps(self.chaos.folder) if s.uid == uid), default=0)

@@ -36,12 +36,6 @@ def read_steps(folder: Path) -> list[Step]:
     return [Step(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def read_batches(folder: Path, uid: str) -> int:
-    """Prompt groups of a run that went through the trainer's accumulate, in all its processes."""
-    lines = [json.loads(line) for line in (folder / "batches.jsonl").read_text().splitlines()]
-    return sum(line["groups"].get(uid, 0) for line in lines)
-
-
 def artifact_digest(artifact: dict[str, Any]) -> str:
     """SHA-256 of the masters in a final checkpoint."""
     masters = load_file(Path(artifact["path"]) / "optimizer.safetensors")["master"]

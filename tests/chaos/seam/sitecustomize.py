@@ -1,8 +1,8 @@
 """What the chaos tests put into the trainer's and the engine's process: a record of every step, and faults on demand.
 
 Python imports it at the start of every process that has this folder on PYTHONPATH; it patches a module only when that
-module is imported. Files in $LORAFLEET_CHAOS_DIR ask for a fault. There `steps.jsonl` gets one line per optimizer step
-and `batches.jsonl` one per batch.
+module is imported. Files in $LORAFLEET_CHAOS_DIR ask for a fault. There `steps.jsonl` gets one line per optimizer
+step.
 """
 
 import hashlib
@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -30,9 +29,7 @@ def _patch_trainer(module: ModuleType) -> None:
         if {group.uid for group in groups} & _lines("abort"):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.abort()
-        result = accumulate(self, groups)
-        _append("batches.jsonl", {"pid": os.getpid(), "groups": Counter(group.uid for group in groups)})
-        return result
+        return accumulate(self, groups)
 
     def torn(self: Any, *arguments: Any) -> Any:
         rows = one_pass(self, *arguments)
