@@ -18,7 +18,11 @@ _EXPLAINED = {
     "load": "a run resumes from its own checkpoints; to start from another adapter set initFrom",
     "rm_url": "remote rewards are not in this version; use rmType or customRmPath",
     "dropout": "adapters train without dropout",
+    "advantage_estimator": "write it as advantage under algorithm",
+    "kl_loss_coef": "write it as kl_coef under algorithm",
+    "rollout_max_response_len": "write it as max_tokens under sampling",
 }
+_GROUPS = ("Optimizer", "Algorithm", "Sampling", "Checkpoint", "Scheduling")
 _REWARDS = frozenset({"rmType", "customRmPath", "reward"})
 
 
@@ -46,7 +50,7 @@ def convert(path: Path, name: str | None, pool: str) -> tuple[str, list[str]]:
     for key, value in given.items():
         field = _RENAMED.get(key) or to_camel(key)
         if field not in fields or field == "poolRef":
-            why = _EXPLAINED.get(key, "an AdapterRun has no such field")
+            why = _EXPLAINED.get(key) or _belongs(key)
             warnings.append(f"warning: {key}: {value}: not taken over: {why}")
         elif value is not None:
             spec[field] = _camel(value) if field not in ("sampleMetadata", "data") else value
@@ -59,6 +63,15 @@ def convert(path: Path, name: str | None, pool: str) -> tuple[str, list[str]]:
         warnings.append(f"warning: name: {chosen}: no Kubernetes name, so it is {usable}")
     manifest = {"apiVersion": API_VERSION, "kind": RUN_KIND, "metadata": {"name": usable}, "spec": spec}
     return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True), [" ".join(w.split()) for w in warnings]
+
+
+def _belongs(key: str) -> str:
+    """Where a key belongs that stands at the top: `lr` under `optimizer`."""
+    schema = AdapterRunSpec.model_json_schema()["$defs"]
+    for group in _GROUPS:
+        if to_camel(key) in schema[group]["properties"]:
+            return f"write it under {group.lower()}"
+    return "an AdapterRun has no such field"
 
 
 def _read(path: Path) -> dict[str, Any]:

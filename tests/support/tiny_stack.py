@@ -46,8 +46,8 @@ def tiny_stack(
 
     Args:
         folder: gets the model, and the stack's state with logs and storage below `state`.
-        env: of every process of the stack.
-        paths: before the folder of support.rewards on their PYTHONPATH.
+        env: of the pool; with `paths` of every process of the stack.
+        paths: before the folder of support.rewards on PYTHONPATH.
         changes: fields of the pool's spec other than in `tiny_pool`.
     """
     search = [*map(str, paths), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -58,8 +58,9 @@ def tiny_stack(
         for number in range(64):
             file.write(json.dumps({"prompt": f"{number} plus", "label": str(number)}) + "\n")
     spec = tiny_pool(model, storage, env) | changes
-    before = {name: os.environ.get(name) for name in env}
-    os.environ.update(env)
+    everywhere = env if paths else {}  # what `paths` hold is for every process; rewards are found by the pool's env
+    before = {name: os.environ.get(name) for name in everywhere}
+    os.environ.update(everywhere)
     try:
         with guarded(folder / "state") as me:
             try:

@@ -165,7 +165,11 @@ def _by_pool(seen: Observed, settings: Settings) -> State:
 
 def _without_pool(seen: Observed, settings: Settings) -> State:
     ref = seen.run["spec"]["poolRef"]
-    message = f"poolRef: no AdapterPool {ref['name']!r}; create it, or apply the run anew with the right name"
+    namespace = ref.get("namespace") or seen.run["metadata"]["namespace"]
+    message = (
+        f"poolRef: no AdapterPool {ref['name']!r} in namespace {namespace!r}; create it, or apply the run anew with the"
+        " right name and namespace"
+    )
     if seen.run["spec"].get("cancel"):
         return State(Row.CANCELLED, reasons.CANCELLED, "spec.cancel was set")
     if start_seconds(seen) is not None:

@@ -78,7 +78,9 @@ def _samples(directory: Path, step: int | None) -> dict[str, Any]:
     steps = recorded_steps(directory)
     if not steps:
         raise RecordProblem(404, "samples", "none", "no step of this run is recorded yet; wait for its first step")
-    raise RecordProblem(404, "step", step, f"its samples are not kept; recorded are steps {_ranges(steps)}")
+    raise RecordProblem(
+        404, "step", step, f"not reached yet, or its samples are not kept any more; recorded are steps {_ranges(steps)}"
+    )
 
 
 def _ranges(steps: list[int]) -> str:

@@ -79,7 +79,8 @@ async def _sample_group(fleet: Fleet, run: Run, state: RunState, index: int, ver
     except RunError as error:
         fault = error.fault(run.uid)
     except Retryable as error:
-        log.info("run %s: group %d: %s; it is sampled again", run.uid, index, error, extra=about(run.uid))
+        if _current(fleet, run, state):
+            log.info("run %s: group %d: %s; it is sampled again", run.uid, index, error, extra=about(run.uid))
         fault = _too_often(run, state, index, error)
         if fault is None:
             state.tracker.give_back(index)

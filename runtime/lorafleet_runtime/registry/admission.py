@@ -109,7 +109,7 @@ def check_limits(spec: AdapterRunSpec, pool: AdapterPoolSpec) -> None:
         raise RunError(
             reasons.INVALID_SPEC,
             f"sampling.maxTokens: {spec.sampling.max_tokens} leaves no room for a prompt in the engines' maxModelLen"
-            f" {pool.engines.max_model_len}; lower it",
+            f" {pool.engines.max_model_len}; set a lower one (1024 is the default)",
         )
     check_sampling(spec)
     if spec.n_samples_per_prompt == 1 and spec.algorithm.advantage in ("grpo", "rloo"):

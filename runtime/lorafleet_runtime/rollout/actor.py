@@ -84,6 +84,7 @@ def start_rollout_worker(
         options: further Ray actor options, as num_cpus and resources.
     """
     concurrency = pool_spec.rollout.max_in_flight_groups + _SPARE_CALLS
-    actor = ray.remote(RolloutActor).options(name=name, max_concurrency=concurrency, **options)
+    environment = {"env_vars": dict(pool_spec.env)}  # reward processes inherit it: PYTHONPATH, keys of judges
+    actor = ray.remote(RolloutActor).options(name=name, max_concurrency=concurrency, runtime_env=environment, **options)
     handle: ActorHandle[Any] = actor.remote(pool_spec.to_wire(), model_path, storage_root)
     return handle

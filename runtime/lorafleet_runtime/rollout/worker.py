@@ -117,7 +117,8 @@ class RolloutWorker:
         try:
             await reward.start()
         except RewardFailure as failure:
-            text = f"{reward_field(spec)} cannot be loaded: {failure}; correct the path or the module"
+            fix = "correct the path or the module, or name its folder in env.PYTHONPATH of the pool"
+            text = f"{reward_field(spec)} cannot be loaded: {failure}; {fix}"
             raise RunError(REWARD_ERROR, text, failure.traceback) from failure
         return _OpenRun(spec, source, reward)
 

@@ -102,3 +102,17 @@ def test_a_name_becomes_one_that_kubernetes_takes(tmp_path: Path, given: str, ma
     result = convert(tmp_path / "x.yaml", "data: x.jsonl\nrm_type: math\nnum_step: 1", "--name", given)
     assert yaml.safe_load(result.stdout)["metadata"]["name"] == made
     assert result.stderr == ("" if made == given else f"warning: name: {given}: no Kubernetes name, so it is {made}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("lr: 1.0e-5", "write it under optimizer"),
+        ("kl_coef: 0.1", "write it under algorithm"),
+        ("rollout_max_response_len: 64", "write it as max_tokens under sampling"),
+        ("weather: fine", "an AdapterRun has no such field"),
+    ],
+)
+def test_a_key_that_stands_at_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, line: str, advice: str) -> None:
+    result = convert(tmp_path / "x.yaml", f"data: x.jsonl\nrm_type: math\nnum_step: 1\n{line}")
+    assert result.stderr.rstrip().endswith(f"not taken over: {advice}")
