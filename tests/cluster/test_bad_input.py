@@ -25,7 +25,7 @@ DOTTED_NAME = f"{'team-' * 13}run.{'v' * 11}"
 """Case 11 (kubernetes-sigs/kueue#13413), (a): 80 characters with a dot."""
 
 FAILS: dict[str, tuple[Spec, str, str]] = {
-    "no-pool": ({"poolRef": {"name": "nowhere"}}, "PoolNotFound", "poolRef: no AdapterPool 'nowhere' in namespace 'default'; create it"),
+    "no-pool": ({"poolRef": {"name": "nowhere"}}, "PoolNotFound", "no AdapterPool 'nowhere' in namespace 'default'"),
     "rank": ({"rank": 64}, "RankTooLarge", "rank: 64 is above the pool's maxRank 8; use a rank of at most 8"),
     "stale": ({"maxStaleness": 9}, "StalenessTooLarge", "maxStaleness: 9 is above the pool's 1"),
     "no-reward": ({"customRmPath": None}, "InvalidSpec", "rmType, customRmPath, reward: exactly one must be set"),
