@@ -71,7 +71,7 @@ def test_a_runs_whole_story_from_the_command_line(cluster: Cluster, tmp_path: Pa
 def test_a_failed_reward_shows_its_traceback(cluster: Cluster) -> None:
     cluster.apply("broken", customRmPath="support.rewards.broken")
     watched = lorafleet(cluster, "watch", "broken", code=1, timeout=120).stdout
-    assert watched.count("delete it, then apply it corrected") == 1
+    assert watched.count("this reward is broken") == 1
     text = lorafleet(cluster, "logs", "broken").stdout
     assert "Traceback (most recent call last)" in text
     assert "rewards.py" in text
