@@ -253,10 +253,10 @@ class EngineSet:
         Returns:
             True when the engine lives and holds the version, so that the failure is the request's own.
         """
-        for engine in [e for e in self._engines if e.actor is actor]:
-            if not await self._alive(engine, actor):
-                return False
+        for engine in [e for e in self._engines if e.actor is actor and e.ready]:
             await self._refresh_one(engine)
+            if engine.actor is not actor or not engine.ready:
+                return False
             if version.name in engine.adapters:
                 return True
             await self._mend(engine)

@@ -1,13 +1,11 @@
 """Deadlines: activeDeadlineSeconds counts from the first registration, registrationDeadlineSeconds from creation."""
 
-from pathlib import Path
-
 import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.loop.lifecycle import enforce_deadlines
 from lorafleet_runtime.types import Cursor, Loaded
-from support.fleets import World, build_world
+from support.fleets import World
 from support.runs import DATASET, put, run_spec
 
 FIRST = 100.0
@@ -15,10 +13,8 @@ FIRST = 100.0
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    world = build_world(tmp_path)
+def world(world: World) -> World:
     world.registry.observe_trainer({})
-    world.registry.sync([])
     return world
 
 
