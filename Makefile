@@ -2,10 +2,12 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Dozens of processes import torch: without cached bytecode each of them would compile it again, 6 s each.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 MODULES := lorafleet_api lorafleet_operator lorafleet_runtime lorafleet_cli lorafleet_local
 
-.PHONY: help setup demo demo-full up down status check test test-chaos generate bench-demo bench-demo-full clean
+.PHONY: help setup demo demo-full up down status check test test-chaos test-durability generate bench-demo bench-demo-full bench-trainer clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +47,9 @@ test: setup ## All tests: unit, contract, numerics, cluster; prints the time of 
 test-chaos: setup ## Kill parts of a running stack, one after the other; not part of `make test`
 	@CHAOS_LOG=docs/chaos-log.md hack/test-chaos.sh
 
+test-durability: setup ## Kill a trainer 36 times, also inside its writes; what it trains stays the same bit for bit
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/durability -q -s -W ignore
+
 generate: setup ## Write the generated files (CRDs) again
 	$(BIN)/python -m lorafleet_api.generate
 
@@ -53,6 +58,9 @@ bench-demo: setup ## Run the demo and write bench/demo.json
 
 bench-demo-full: setup ## Run demo-full and write its figures into bench/demo.json
 	@exec $(BIN)/lorafleet-local demo-full --owner $$PPID --bench bench/demo.json
+
+bench-trainer: setup ## Measure the trainer alone and beside plain HF + PEFT, and write bench/trainer.json
+	@exec $(BIN)/python -m lorafleet_local.bench_trainer
 
 clean: down ## Remove the environment and this checkout's state; the cache outside the tree stays
 	rm -rf .venv .lorafleet .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -158,6 +158,31 @@ def convert(
         _end_pipe()
 
 
+@app.command()
+def replay(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Of the run: NAMESPACE/NAME/UID on storage.")],
+    *,
+    base_model: Annotated[Path, typer.Option("--base-model", help="Directory of the base model's files.")],
+    steps: Annotated[str | None, typer.Option("--steps", metavar="A:B", help="All recorded ones by default.")] = None,
+    tolerance: Annotated[float | None, typer.Option("--tolerance", help="Default: by the run's dtype.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or float64; the masters' by default.")] = None,
+    device: Annotated[str, typer.Option("--device", help="torch device.")] = "cpu",
+    debug: Debug = False,
+) -> None:
+    """Train a run with recordSteps again, with plain PEFT and torch; exit 1 when it comes to another adapter."""
+    from lorafleet_cli.replay import replay as command
+
+    if dtype not in (None, "float32", "float64"):
+        raise typer.BadParameter(f"{dtype}: give float32 or float64", param_hint="--dtype")
+
+    def call() -> int:
+        return command(
+            _console(), directory, base_model, steps=steps, tolerance=tolerance, dtype=dtype, device=device
+        )  # fmt: skip
+
+    _finish(call, debug)
+
+
 def main() -> None:
     """Entry point of both names."""
     for signum in (signal.SIGTERM, signal.SIGHUP):
@@ -194,8 +219,12 @@ def _run(command: Callable[[Kube], Awaitable[int | None]], access: Access, debug
         async with connect(access) as kube:
             return await command(kube)
 
+    _finish(lambda: asyncio.run(connected()), debug)
+
+
+def _finish(command: Callable[[], int | None], debug: bool) -> NoReturn:
     try:
-        code = asyncio.run(connected())
+        code = command()
     except CliError as error:
         _fail(error, debug)
     except KeyboardInterrupt:

@@ -114,7 +114,7 @@ def write(path: Path, results: Results, proof: dict[str, Any], phases: dict[str,
         rows.append(_row(f"demo.{name}.reward_before", task["before"]["mean_reward"], "reward", task["prompts"]))
         rows.append(_row(f"demo.{name}.reward_after", task["after"]["mean_reward"], "reward", task["prompts"]))
     rows += _baseline(results.baseline)
-    _update(path, "make bench-demo", lambda name: not name.startswith(_FULL), rows)
+    update_file(path, "make bench-demo", lambda name: not name.startswith(_FULL), rows)
 
 
 def write_full(path: Path, wall: float, phases: dict[str, float], stories: dict[str, float]) -> None:
@@ -129,10 +129,10 @@ def write_full(path: Path, wall: float, phases: dict[str, float], stories: dict[
     rows = [_row(f"{_FULL}wall_seconds", wall, "s")]
     rows += [_row(f"{_FULL}phase.{name.replace(' ', '_')}_seconds", value, "s") for name, value in phases.items()]
     rows += [_row(f"{_FULL}story.{name}_seconds", value, "s") for name, value in stories.items()]
-    _update(path, "make bench-demo-full", lambda name: name.startswith(_FULL), rows)
+    update_file(path, "make bench-demo-full", lambda name: name.startswith(_FULL), rows)
 
 
-def _update(path: Path, command: str, mine: Callable[[str], bool], rows: list[Result]) -> None:
+def update_file(path: Path, command: str, mine: Callable[[str], bool], rows: list[Result]) -> None:
     """Replace the rows that `mine` names; the header becomes that of now, and the command is added.
 
     A row that stays, but was measured elsewhere or at another commit or day, says so itself.

@@ -21,6 +21,9 @@ CHECKPOINT_FILES = frozenset({WEIGHTS_FILE, CONFIG_FILE, OPTIMIZER_FILE, STATE_F
 ASIDE = ".old-"
 """Prefix of a checkpoint that is being replaced; it counts until the new one is in place."""
 
+DAMAGED = ".damaged-"
+"""Prefix of a checkpoint that could not be read and was passed over; nothing here looks at it again."""
+
 _STEP = re.compile(rf"({re.escape(ASIDE)})?step_(\d+)")
 
 
@@ -79,6 +82,11 @@ def checkpoints(directory: Path) -> list[tuple[int, Path]]:
 def latest_checkpoint(directory: Path) -> Path | None:
     """The newest whole checkpoint, or None."""
     return next((path for _, path in reversed(step_directories(directory)) if is_whole(path)), None)
+
+
+def newest_step(directory: Path) -> Path | None:
+    """The newest step_N, whole or damaged, or None: what a run goes on from must say when that is not the newest."""
+    return next((path for _, path in reversed(step_directories(directory))), None)
 
 
 def has_checkpoint(root: Path, uid: str) -> bool:

@@ -194,6 +194,13 @@ class Loaded:
     cursor: Cursor
     incarnation: str = ""
     """Of the registration that made the last step; empty when there was none."""
+    groups: int = 0
+    """Groups accumulated since that step, from a checkpoint taken in between; the cursor has them too."""
+    reward_sum: float = 0.0
+    """Over the samples of those groups."""
+    samples: int = 0
+    passed_over: tuple[str, ...] = ()
+    """Newer checkpoints that are damaged, and what became of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +243,8 @@ class StepResult:
     lr: float
     grad_norm: float
     """Before clipping."""
+    unrecorded: str = ""
+    """With recordSteps: why the step has no record; the step counts all the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.types import (
@@ -30,8 +30,19 @@ _BUFFERS = itertools.count()
 MANIFEST = Manifest(4, 4, ("q_proj",), "/model", "float32", (), 0, "digest")
 
 
-Stored = dict[str, tuple[int, Cursor, str]]
-"""uid -> (step, cursor, incarnation)"""
+class Kept(NamedTuple):
+    """What a file of a run says."""
+
+    step: int
+    cursor: Cursor
+    incarnation: str
+    partial: tuple[PromptGroup, ...] = ()
+    """Groups accumulated since the step."""
+    score: float | None = None
+
+
+Stored = dict[str, Kept]
+"""By uid."""
 
 
 class Handle:
@@ -46,15 +57,16 @@ class Handle:
 
 
 class _Method:
-    def __init__(self, handle: Handle, name: str) -> None:
+    def __init__(self, handle: Handle, name: str, num_returns: int = 1) -> None:
         self._handle = handle
         self._name = name
+        self._returns = num_returns
 
-    def options(self, **_: object) -> "_Method":
-        return self
+    def options(self, num_returns: int) -> "_Method":
+        return _Method(self._handle, self._name, num_returns)
 
     def remote(self, *args: Any) -> Any:
-        if self._name == "export":
+        if self._returns == 2:
             return asyncio.ensure_future(self._run(*args)), f"buffer {next(_BUFFERS)} of {args[0]}"
         return asyncio.ensure_future(self._run(*args))
 
@@ -76,26 +88,39 @@ class FakeTrainer:
         self.disk = disk
         self.node = node
         self.loaded: dict[str, list[int]] = {}
-        """uid -> [slot, step, accumulated groups]"""
+        """uid -> [slot, step]"""
+        self.accumulated: dict[str, list[PromptGroup]] = {}
+        """Since the last step, by uid."""
+        self.stepped: list[tuple[str, int, tuple[int, ...]]] = []
+        """(uid, step, the groups that it is made of), in order."""
         self.incarnations: dict[str, str] = {}
         self.trained: list[tuple[str, int, int]] = []
         """(uid, group index, step it went into), in order."""
         self.on_accumulate: Callable[[list[PromptGroup]], None] = lambda groups: None
         self.faults: dict[str, RunFault] = {}
         self.checkpoint_error: Exception | None = None
+        self.writing: asyncio.Event | None = None
+        """Saves wait for it."""
+        self._captured: dict[str, tuple[str, Kept, str]] = {}
+        self.captures: list[tuple[str, Kept, str]] = []
+        """Everything that was captured, in order: (uid, what, path)."""
 
     def start(self) -> dict[int, str]:
         return self.slots()
 
     def slots(self) -> dict[int, str]:
-        return {slot: uid for uid, (slot, _, _) in self.loaded.items()}
+        return {slot: uid for uid, (slot, _) in self.loaded.items()}
 
     def load(self, request: LoadRequest) -> Loaded:
         stored = [place[request.uid] for place in (self.disk, self.node) if request.uid in place]
-        step, cursor, incarnation = max(stored, key=lambda state: state[0], default=(0, Cursor(), ""))
-        self.loaded[request.uid] = [request.slot, step, 0]
-        self.incarnations[request.uid] = incarnation
-        return Loaded(request.uid, step, cursor, incarnation)
+        kept = max(stored, key=lambda state: state.step, default=Kept(0, Cursor(), ""))
+        self.loaded[request.uid] = [request.slot, kept.step]
+        self.accumulated[request.uid] = list(kept.partial)
+        self.incarnations[request.uid] = kept.incarnation
+        rewards = [sample.reward for group in kept.partial for sample in group.samples]
+        return Loaded(
+            request.uid, kept.step, kept.cursor, kept.incarnation, len(kept.partial), sum(rewards), len(rewards)
+        )
 
     def accumulate(self, groups: list[PromptGroup]) -> BatchResult:
         self.on_accumulate(groups)
@@ -106,7 +131,7 @@ class FakeTrainer:
             if uid in self.faults:
                 faults.append(self.faults[uid])
                 continue
-            self.loaded[uid][2] += len(mine)
+            self.accumulated[uid] += mine
             self.trained += [(uid, g.index, self.loaded[uid][1] + 1) for g in mine]
             stats.append(RunBatchStats(uid, len(mine), 2 * len(mine), 4, 0.1, 0.1, 4, 0.0))
         return BatchResult(tuple(stats), tuple(faults), 0.01, 8)
@@ -114,21 +139,37 @@ class FakeTrainer:
     def step(self, uid: str, cursor: Cursor, incarnation: str) -> StepResult:
         entry = self.loaded[uid]
         entry[1] += 1
-        entry[2] = 0
+        self.stepped.append((uid, entry[1], tuple(group.index for group in self.accumulated[uid])))
+        self.accumulated[uid] = []
         self.incarnations[uid] = incarnation
-        self.node[uid] = (entry[1], cursor, incarnation)
+        self.node[uid] = Kept(entry[1], cursor, incarnation)
         return StepResult(uid, entry[1], 1e-3, 0.5)
 
     def export(self, uid: str) -> Manifest:
         assert uid in self.loaded
         return MANIFEST
 
-    def checkpoint(self, uid: str, directory: str, cursor: Cursor) -> Artifact:
+    def capture(
+        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, score: float | None = None
+    ) -> str:
+        step = self.loaded[uid][1]
+        ticket = f"{id(self)}.{next(_BUFFERS)}"
+        sums = tuple(self.accumulated[uid]) if partial else ()
+        kept = Kept(step, cursor, self.incarnations[uid], sums, score)
+        self._captured[ticket] = (uid, kept, f"{directory}/step_{step}")
+        self.captures.append(self._captured[ticket])
+        return ticket
+
+    async def saved(self, ticket: str) -> Artifact | None:
+        if ticket not in self._captured:
+            return None
+        uid, state, path = self._captured.pop(ticket)
+        if self.writing is not None:
+            await self.writing.wait()
         if self.checkpoint_error is not None:
             raise self.checkpoint_error
-        step = self.loaded[uid][1]
-        self.disk[uid] = (step, cursor, self.incarnations[uid])
-        return Artifact(f"{directory}/step_{step}", step, "digest")
+        self.disk[uid] = state
+        return Artifact(path, state.step, "digest")
 
     def drop(self, uid: str, keep_snapshot: bool = False) -> None:
         self.loaded.pop(uid, None)

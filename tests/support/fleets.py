@@ -54,6 +54,11 @@ class World:
         """(uid, group index, step) of every group that any trainer accumulated."""
         return [entry for handle in self.trainers for entry in handle.target.trained]
 
+    def steps(self, uid: str) -> dict[int, tuple[int, ...]]:
+        """The groups that each step of the run is made of; a step that was lost and made again counts as it is now."""
+        made = [entry for handle in self.trainers for entry in handle.target.stepped]
+        return {step: groups for who, step, groups in made if who == uid}
+
 
 def ended(world: World, uid: str) -> bool:
     """Whether nothing of the run is held any more."""
@@ -80,7 +85,8 @@ def build_world(tmp_path: Path, **pool_changes: Any) -> World:
     """A fleet of fakes; nothing runs yet."""
     token = tmp_path / "token"
     token.write_text("secret")
-    spec = pool_spec(rollout={"maxCoalesceWaitSeconds": 0.01}, **pool_changes)
+    rollout = {"maxCoalesceWaitSeconds": 0.01} | pool_changes.pop("rollout", {})
+    spec = pool_spec(rollout=rollout, **pool_changes)
     config = RuntimeConfig(
         pool=PoolIdentity(namespace="default", name="pool", spec=spec),
         port=1,

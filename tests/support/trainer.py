@@ -7,20 +7,41 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_runtime.trainer.lora import SlotAdapter
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, PromptGroup, RunFault, Sample, StepResult, VersionId
 
+MICRO_VOCAB = 48
+
+
+def make_micro_model(directory: Path, layers: int = 2) -> Path:
+    """A Qwen3 of 8 thousand parameters with grouped queries: a pass through it costs what Python costs."""
+    config = Qwen3Config(
+        vocab_size=MICRO_VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.3,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
 
 def make_rank(model: Path, storage: Path, dtype: torch.dtype | None = None, **trainer: Any) -> TrainerRank:
     """A float32 trainer with 4 slots; `trainer` holds camelCase TrainerSpec fields."""
+    return make_pool_rank(model, storage, dtype, 4, 16, **trainer)
+
+
+def make_pool_rank(
+    model: Path, storage: Path, dtype: torch.dtype | None, slots: int, max_rank: int, **trainer: Any
+) -> TrainerRank:
+    """A trainer with any number of slots."""
     spec = {
         "baseModel": {"path": str(model), "dtype": "float32"},
-        "slots": 4,
-        "maxRank": 16,
+        "slots": slots,
+        "maxRank": max_rank,
         "trainer": trainer,
     }
     return TrainerRank(AdapterPoolSpec.model_validate(spec), str(model), str(storage), dtype)
@@ -54,13 +75,20 @@ def randomize(adapter: SlotAdapter, seed: int) -> None:
 
 
 def make_groups(
-    uid: str, count: int = 2, samples: int = 3, prompt: int = 7, lengths: tuple[int, ...] = (5, 1, 8), seed: int = 0
+    uid: str,
+    count: int = 2,
+    samples: int = 3,
+    prompt: int = 7,
+    lengths: tuple[int, ...] = (5, 1, 8),
+    seed: int = 0,
+    *,
+    vocab: int = 256,
 ) -> list[PromptGroup]:
     """Random prompt groups; response lengths repeat `lengths`, sampler log-probabilities are near the model's."""
     generator = torch.Generator().manual_seed(1000 * seed + sum(uid.encode()))
 
     def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, 256, (n,), generator=generator).tolist())
+        return tuple(torch.randint(0, vocab, (n,), generator=generator).tolist())
 
     def numbers(n: int, mean: float) -> tuple[float, ...]:
         return tuple((mean + torch.randn(n, generator=generator)).tolist())
@@ -101,6 +129,7 @@ def named(adapter: SlotAdapter, flat: Tensor) -> dict[str, Tensor]:
 def peft_model(model: Path, rank: TrainerRank, uid: str, directory: Path) -> Any:
     """The run's adapter, exported by a checkpoint, on the Hugging Face model: the independent reference."""
     artifact = rank.checkpoint(uid, str(directory), Cursor())
+    assert artifact is not None
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     return PeftModel.from_pretrained(base, artifact.path, is_trainable=True)
 

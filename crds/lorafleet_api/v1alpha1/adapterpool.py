@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lorafleet_api.v1alpha1.adapterrun import TargetModule
 from lorafleet_api.v1alpha1.meta import SpecModel
@@ -35,9 +35,11 @@ class TrainerSpec(SpecModel):
     """The Megatron-core trainer."""
 
     data_parallel: int = Field(default=1, ge=1)
-    """Data-parallel ranks."""
+    """Data-parallel ranks: each trains its share of the prompt groups and holds its share of masters and moments."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Tensor-parallel ranks."""
+    """Ranks that share each matrix. The trainer has dataParallel x tensorParallel ranks, one GPU each."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Pipeline-parallel ranks; this version refuses more than 1."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Token budget of one forward pass; groups of several runs share it."""
     recompute: bool = False
@@ -45,9 +47,19 @@ class TrainerSpec(SpecModel):
     deterministic: bool = False
     """One prompt group per forward pass, so that a run's updates do not depend on its neighbours bit for bit."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of a trainer rank; unset leaves torch's choice."""
+    """CPU threads of a trainer rank; unset shares its node's cores among the ranks there."""
     resources: dict[str, Any] = Field(default_factory=dict)
     """Pod resources of a trainer rank."""
+
+    @field_validator("pipeline_parallel")
+    @classmethod
+    def _check_pipeline(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(
+                f"pipelineParallel: {value} is not supported; use tensorParallel for a model that is too large for one "
+                "rank, and set it to 1"
+            )
+        return value
 
 
 class EnginesSpec(SpecModel):

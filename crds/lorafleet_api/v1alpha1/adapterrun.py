@@ -38,11 +38,12 @@ class Optimizer(SpecModel):
     lr: float = Field(default=1e-5, gt=0.0, le=1.0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after warm-up, over targetStep optimizer steps."""
+    """Learning rate after the warm-up: constant, or falling along a line or half a cosine towards minLr, which the step
+    after targetStep would have. Steps that a grown numStep adds run at minLr."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up from 0."""
+    """Optimizer steps of linear warm-up: step s of them runs at lr * s / warmupSteps."""
     min_lr: float = Field(default=0.0, ge=0.0)
-    """Learning rate at the end of a linear or cosine schedule."""
+    """Learning rate that a linear or cosine schedule falls to."""
     weight_decay: float = Field(default=0.1, ge=0.0)
     """Decoupled weight decay."""
     betas: tuple[float, float] = (0.9, 0.98)
@@ -66,9 +67,11 @@ class Algorithm(SpecModel):
     """The policy-gradient estimator and loss of this run."""
 
     advantage: Literal["grpo", "rloo", "reinforce"] = "grpo"
-    """Advantage of a sample from its group's rewards (grpo: reward minus group mean)."""
+    """Advantage of a sample. grpo: reward minus its group's mean; rloo: reward minus the mean of the group's others;
+    reinforce: reward minus the mean of the step's whole batch (REINFORCE++)."""
     std_norm: bool = True
-    """Divide grpo advantages by the group's unbiased standard deviation plus 1e-6."""
+    """Divide by the unbiased standard deviation plus 1e-6: of the group with grpo, of the step's batch with reinforce.
+    rloo never divides."""
     loss_reduction: Literal["sampleMean", "tokenMean", "constant"] = "sampleMean"
     """Mean over samples of token means; mean over all tokens; or sum over tokens / maxTokens per sample (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
@@ -78,15 +81,26 @@ class Algorithm(SpecModel):
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Bound on the loss of negative advantages (dual-clip PPO); unset is off."""
     tis_mode: Literal["Clip", "Mask", "Off"] = "Clip"
-    """Truncated importance sampling of trainer against sampler probability: cap it, drop tokens above it, or off."""
+    """Importance weight of trainer against sampler probability: Clip bounds it by tisFloor and tisCap (TIS), Mask drops
+    tokens outside of them (IcePop), Off leaves it out and clips the ratio to the sampler as PPO does."""
+    tis_floor: float = Field(default=0.0, ge=0.0)
+    """Least importance weight; Mask drops tokens below it."""
     tis_cap: float = Field(default=2.0, gt=0.0)
-    """Cap of the importance weight."""
+    """Largest importance weight; Mask drops tokens above it."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL term to the base model; 0 is off."""
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator (Schulman): k1, k2 or low-variance k3."""
     mask_truncated: bool = False
     """Leave completions cut at maxTokens out of the loss, numerator and denominator."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Algorithm":
+        if self.tis_floor > self.tis_cap:
+            raise ValueError(
+                f"tisFloor: {self.tis_floor} is above tisCap {self.tis_cap}; lower tisFloor or raise tisCap"
+            )
+        return self
 
 
 class Evaluation(SpecModel):
@@ -112,7 +126,8 @@ class Checkpoint(SpecModel):
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     keep_best: bool = False
-    """Also keep the checkpoint with the best evaluation score. Refused by this version."""
+    """Also keep the best checkpoint: that with the highest mean reward over the steps since the one before it; of equal
+    ones the newer."""
 
 
 class Scheduling(SpecModel):
@@ -155,8 +170,9 @@ class AdapterRunSpec(SpecModel):
     """LoRA alpha; the adapter is scaled by alpha / rank. Unset means equal to rank."""
     target_modules: list[TargetModule] | None = Field(default=None, min_length=1, max_length=7)
     """Projections to adapt; unset means the pool's."""
-    init_scheme: Literal["kaiming"] = "kaiming"
-    """Initial weights: A Kaiming-uniform as in PEFT, B zero."""
+    init_scheme: Literal["kaiming", "gaussian"] = "kaiming"
+    """Initial A as in PEFT: kaiming is uniform within 1 / sqrt(inputs), gaussian has standard deviation 1 / rank. B is
+    zero with both."""
     init_seed: int = Field(default=0, ge=0, le=2**31 - 1)
     """Seed of the initial A matrices."""
     init_from: str | None = Field(default=None, min_length=1, max_length=4096)
@@ -219,7 +235,7 @@ class AdapterRunSpec(SpecModel):
     checkpoint: Checkpoint = Checkpoint()
     """Checkpoint policy."""
     record_steps: bool = False
-    """Keep each committed step's samples for replay. Refused by this version."""
+    """Keep a record of each optimizer step beside the checkpoints, for `lorafleet replay`."""
 
     suspend: bool = False
     """Checkpoint, free the slot and wait; false again resumes from there."""
@@ -259,6 +275,7 @@ IMMUTABLE_FIELDS = (
     "data", "inputKey", "labelKey", "metadataKey", "sampleMetadata", "shuffleSeed", "applyChatTemplate",
     "maxPromptTokens", "rmType", "customRmPath", "reward", "rewardFailurePolicy", "rewardTimeoutSeconds",
     "rolloutBatchSize", "nSamplesPerPrompt", "sampling", "optimizer", "algorithm", "maxStaleness",
+    "recordSteps",
 )  # fmt: skip
 """Fields that cannot change after creation, also not from unset to set (CEL in the CRD)."""
 

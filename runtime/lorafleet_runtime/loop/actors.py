@@ -12,6 +12,7 @@ from lorafleet_runtime.engines.reap import reap
 from lorafleet_runtime.engines.settings import engine_config
 from lorafleet_runtime.rollout.actor import start_rollout_worker
 from lorafleet_runtime.trainer.actor import start_trainer
+from lorafleet_runtime.trainer.group import TrainerGroup
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ class Actors:
         if killed:
             log.warning("reaped processes %s of a dead engine", killed)
 
-    def trainer(self) -> Any:
-        """A new trainer rank."""
+    def trainer(self) -> TrainerGroup:
+        """A new trainer, of all its ranks."""
         config = self._config
         pool = f"{config.pool.namespace}/{config.pool.name}"
         return start_trainer(self._spec, self._model, str(config.storage_root), pool, config.local_resources)

@@ -22,6 +22,8 @@ class Need:
     oldest_version: int
     """Groups of older versions are stale."""
     weight: int = 1
+    whole: bool = False
+    """Nothing may be taken before all `remaining` groups are there: the run's advantages depend on its whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,18 @@ class Buffers:
         """Groups waiting for this run."""
         return len(self._queues.get(uid, ()))
 
+    def first(self, uid: str, count: int) -> list[PromptGroup]:
+        """The groups that come next, at most `count`; they stay."""
+        return list(self._queues.get(uid, ()))[:count]
+
+    def drop_stale(self, uid: str, need: Need) -> list[PromptGroup]:
+        """Throw out every stale group of a run that waits for its whole batch, so that `count` counts fresh ones."""
+        queue = self._queues.get(uid, deque())
+        stale = [group for group in queue if not _fresh(group, need)]
+        if stale:
+            self._queues[uid] = deque(group for group in queue if _fresh(group, need))
+        return stale
+
     def clear(self, uid: str) -> int:
         """Drop a run's groups; returns how many."""
         return len(self._queues.pop(uid, ()))
@@ -60,15 +74,18 @@ class Buffers:
         """Samples that a batch could take now."""
         total = 0
         for uid, need in needs.items():
-            queue = self._queues.get(uid, deque())
-            total += sum(len(g.samples) for g in list(queue)[: need.remaining])
+            if not self._waits(uid, need):
+                total += sum(len(g.samples) for g in self.first(uid, need.remaining))
         return total
+
+    def _waits(self, uid: str, need: Need) -> bool:
+        return need.whole and self.count(uid) < need.remaining
 
     def collect(self, needs: Mapping[str, Need], max_samples: int) -> Collected:
         """Take groups round robin until `max_samples` or nothing is left to take."""
         taken: list[PromptGroup] = []
         stale: list[PromptGroup] = []
-        remaining = {uid: need.remaining for uid, need in needs.items()}
+        remaining = {uid: 0 if self._waits(uid, need) else need.remaining for uid, need in needs.items()}
         samples = 0
         order = self._turn_order(needs)
         progress = True
@@ -97,10 +114,14 @@ class Buffers:
         queue = self._queues.get(uid)
         while queue:
             group = queue.popleft()
-            if group.version.incarnation == need.incarnation and group.version.n >= need.oldest_version:
+            if _fresh(group, need):
                 return group
             stale.append(group)
         return None
+
+
+def _fresh(group: PromptGroup, need: Need) -> bool:
+    return group.version.incarnation == need.incarnation and group.version.n >= need.oldest_version
 
 
 def _after(order: list[str], uid: str) -> str:

@@ -13,6 +13,7 @@ from lorafleet_runtime.loop.engines import EngineSet
 from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.loop.trainer import TrainerHandle
+from lorafleet_runtime.loop.whiten import Whitening
 from lorafleet_runtime.loop.workers import WorkerSet
 from lorafleet_runtime.loop.writer import BackgroundWriter
 from lorafleet_runtime.metrics import RuntimeMetrics
@@ -39,9 +40,13 @@ class RunState:
     """Groups in training or accumulated since the last step: a trainer that dies has them no more."""
     tries: dict[int, int] = field(default_factory=dict)
     """Times that a group failed although its engine lives, by index."""
+    whitening: Whitening | None = None
+    """Of the batch under way, for a run whose advantages are normalised over it; `taken` stays raw."""
     drops_in_a_row: int = 0
     save_due: bool = False
-    """The last checkpoint on the way could not be written."""
+    """The last checkpoint on the way could not be written, or had to wait for the one before."""
+    saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a checkpoint is on its way: one at a time. Taken before all others."""
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     stepping: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights and step_cursor move together, so that a checkpoint sees both or neither."""
@@ -66,6 +71,9 @@ class Fleet:
     """The snapshots of runs that ended while no runtime lived are removed."""
     unended: set[str] = field(default_factory=set)
     """Runs that at the last look could still come back for their snapshot."""
+    accumulating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held from a batch's way to the trainer until its groups are committed, and stepped where they fill a batch: what
+    the trainer has accumulated is then what the cursors say. Taken before `RunState.stepping`."""
     suspects: set[str] = field(default_factory=set)
     """Runs that were in a batch when the trainer died; they train alone until a batch succeeds."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)

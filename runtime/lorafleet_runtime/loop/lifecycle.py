@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.wire import PresenceView
@@ -18,7 +19,7 @@ from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.publishing import publish
 from lorafleet_runtime.loop.trainer import TrainerLost
 from lorafleet_runtime.registry.run import TERMINAL, Run
-from lorafleet_runtime.storage import latest_checkpoint
+from lorafleet_runtime.storage import newest_step
 from lorafleet_runtime.types import Artifact, Loaded, LoadRequest, RunFault, VersionId
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ async def load(fleet: Fleet, run: Run) -> None:
 async def _load_trainer(fleet: Fleet, run: Run) -> None:
     """Load into the slot, from the run's newest snapshot or checkpoint if it has one."""
     assert run.slot is not None and run.dataset is not None and run.target_step is not None
-    newest = await asyncio.to_thread(latest_checkpoint, fleet.directory(run))
+    newest = await asyncio.to_thread(newest_step, fleet.directory(run))
     request = LoadRequest(
         uid=run.uid,
         namespace=run.namespace,
@@ -170,9 +171,12 @@ async def _load_trainer(fleet: Fleet, run: Run) -> None:
     if run.state not in ("PENDING", "RETIRING"):
         return
     fleet.registry.loaded(loaded, time.time())
-    origin = "afresh" if loaded.step == 0 else f"at step {loaded.step}"
+    for text in loaded.passed_over:
+        log.warning("run %s: %s; going on from step %d", run.uid, text, loaded.step, extra=about(run.uid))
+    origin = f"at step {loaded.step}" if loaded.step or loaded.groups else "afresh"
+    more = f" with {loaded.groups} groups of the next" if loaded.groups else ""
     where = f"slot {run.slot} of boot epoch {fleet.registry.boot_epoch}"
-    log.info("run %s: loaded %s into %s", run.uid, origin, where, extra=about(run.uid, slot=run.slot))
+    log.info("run %s: loaded %s%s into %s", run.uid, origin, more, where, extra=about(run.uid, slot=run.slot))
     if fleet.state(run) is None:  # the first time, or other weights than those that its groups were sampled for
         fleet.buffers.clear(run.uid)
         fleet.states[run.uid] = RunState(run.incarnation, CursorTracker(loaded.cursor), loaded.cursor)
@@ -227,7 +231,7 @@ async def _save_in_time(fleet: Fleet, run: Run, limit: int) -> Artifact | None:
     deadline = time.monotonic() + limit
     while True:
         try:
-            return await checkpoint(fleet, run)
+            return await checkpoint(fleet, run, run.ending is not None and run.ending.outcome == "Suspended")
         except RunError as error:
             if error.reason != reasons.STORAGE_ERROR or time.monotonic() > deadline:
                 raise
@@ -236,34 +240,58 @@ async def _save_in_time(fleet: Fleet, run: Run, limit: int) -> Artifact | None:
         await asyncio.sleep(_SAVE_RETRY_SECONDS)
 
 
-async def checkpoint(fleet: Fleet, run: Run) -> Artifact | None:
-    """Write a checkpoint of the last step boundary; the one that is there already is not written again."""
+async def checkpoint(fleet: Fleet, run: Run, partial: bool = False) -> Artifact | None:
+    """Write a checkpoint of the last step boundary; the one that is there already is not written again.
+
+    The trainer copies what is to be saved and goes on; other slots never wait for the disk, and a run that leaves its
+    slot meanwhile changes nothing of its copy. One save of a run at a time.
+
+    Args:
+        fleet: of the run.
+        run: loaded.
+        partial: with the groups accumulated since that step, for a run that stops before its batch is full. Also at
+            step 0, as step_0: a large batch may take hours. Not with advantage reinforce, whose batches are
+            normalised as a whole: there the cursor goes back to the boundary and the groups are sampled again.
+
+    Raises:
+        RunError: StorageError, or the run's own fault.
+        Retryable: the trainer was lost; the run has to load again.
+    """
     state = fleet.state(run)
     if state is None:
         return run.artifact
-    async with state.stepping:
-        if not run.loaded or fleet.state(run) is not state:
-            raise Retryable("the trainer was lost; the run has to load again")
-        if run.step == 0:
-            return None  # nothing was learnt
-        if run.artifact is not None and run.artifact.step == run.step:
-            return run.artifact
-        directory = str(fleet.directory(run))
-        artifact: Artifact = await fleet.trainer.call("checkpoint", run.uid, directory, state.step_cursor)
+    partial = (partial and run.spec.algorithm.advantage != "reinforce") or run.restored_groups > 0
+    async with state.saving, fleet.trainer.saving:
+        async with fleet.accumulating if partial else nullcontext(), state.stepping:
+            if not run.loaded or fleet.state(run) is not state:
+                raise Retryable("the trainer was lost; the run has to load again")
+            partial = partial and run.accumulated_groups > 0
+            if run.step == 0 and not partial:
+                return None  # nothing was learnt
+            if run.artifact is not None and run.artifact.step == run.step and not partial:
+                return run.artifact
+            directory, cursor = str(fleet.directory(run)), state.tracker.cursor if partial else state.step_cursor
+            ticket = await fleet.trainer.call("capture", run.uid, directory, cursor, partial, run.progress.score)
+        artifact: Artifact = await fleet.trainer.wait("saved", ticket)
     log.info("run %s: checkpoint of step %d written", run.uid, artifact.step, extra=about(run.uid, path=artifact.path))
     return artifact
 
 
 async def drain(fleet: Fleet) -> None:
-    """Checkpoint every live run at its last step boundary; the runtime is about to stop."""
-    for run in fleet.registry.in_state("PENDING", "ACTIVE", "RETIRING"):
-        if run.loaded and run.step > 0 and (run.ending is None or run.ending.save):
-            try:
-                artifact = await checkpoint(fleet, run)
-            except (RunError, Retryable) as error:
-                log.error("run %s: not saved before the stop: %s", run.uid, error, extra=about(run.uid))
-            else:
-                log.info("run %s: saved at step %d before the stop (%s)", run.uid, run.step, artifact)
+    """Checkpoint every live run with what it has accumulated, side by side; the runtime is about to stop."""
+    wanted = [r for r in fleet.registry.in_state("PENDING", "ACTIVE", "RETIRING") if r.ending is None or r.ending.save]
+    await asyncio.gather(*(_drain_run(fleet, run) for run in wanted if run.loaded))
+
+
+async def _drain_run(fleet: Fleet, run: Run) -> None:
+    try:
+        artifact = await checkpoint(fleet, run, run.ending is None or run.ending.outcome == "Suspended")
+    except (RunError, Retryable) as error:
+        log.error("run %s: not saved before the stop: %s", run.uid, error, extra=about(run.uid))
+    except Exception:  # the other runs are saved all the same
+        log.exception("run %s: not saved before the stop", run.uid, extra=about(run.uid))
+    else:
+        log.info("run %s: saved at step %d before the stop (%s)", run.uid, run.step, artifact)
 
 
 async def clear(fleet: Fleet, run: Run) -> None:

@@ -7,6 +7,7 @@ waits for: groups, at most the coalesce wait unblocked by: a finished group
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from lorafleet_api.v1alpha1 import reasons
@@ -18,6 +19,7 @@ from lorafleet_runtime.loop.lifecycle import checkpoint
 from lorafleet_runtime.loop.publishing import publish
 from lorafleet_runtime.loop.samples import cut_samples, write_samples
 from lorafleet_runtime.loop.trainer import TrainerLost
+from lorafleet_runtime.loop.whiten import whitening
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.types import BatchResult, PromptGroup, RunBatchStats, RunFault, StepResult
 
@@ -27,28 +29,33 @@ log = logging.getLogger(__name__)
 async def train(fleet: Fleet) -> None:
     """Train whatever is ready, for ever."""
     while True:
-        groups = await collect(fleet)
-        if not groups:
-            continue
-        trainer = fleet.trainer.current
-        try:
-            result: BatchResult = await fleet.trainer.call("accumulate", groups)
-            full = commit(fleet, groups, result)
-            for run in full:
-                await step(fleet, run)
-        except TrainerLost as error:
-            if error.executing:
-                _suspect(fleet, groups, str(error))
-        except Retryable as error:
-            log.info("training: %s; its runs load again", error)
-        except Exception as error:
-            log.exception("the trainer raised; its accumulators cannot be trusted, so it is replaced")
-            _suspect(fleet, groups, f"{type(error).__name__}: {error}")
-            fleet.trainer.condemn(trainer)
+        await wait_for_batch(fleet)
+        async with fleet.accumulating:
+            groups = take_batch(fleet)
+            if groups:
+                await _train_on(fleet, groups)
 
 
-async def collect(fleet: Fleet) -> list[PromptGroup]:
-    """Wait for groups and take a batch.
+async def _train_on(fleet: Fleet, groups: list[PromptGroup]) -> None:
+    trainer = fleet.trainer.current
+    try:
+        result: BatchResult = await fleet.trainer.call("accumulate", groups)
+        full = commit(fleet, groups, result)
+        for run in full:
+            await step(fleet, run)
+    except TrainerLost as error:
+        if error.executing:
+            _suspect(fleet, {g.uid for g in groups}, str(error))
+    except Retryable as error:
+        log.info("training: %s; its runs load again", error)
+    except Exception as error:
+        log.exception("the trainer raised; its accumulators cannot be trusted, so it is replaced")
+        _suspect(fleet, {g.uid for g in groups}, f"{type(error).__name__}: {error}")
+        fleet.trainer.condemn(trainer)
+
+
+async def wait_for_batch(fleet: Fleet) -> None:
+    """Wait until a batch is worth taking.
 
     It ships when it is full (globalBatchSize samples), when it completes some run's step, or when no group arrived
     for maxCoalesceWaitSeconds.
@@ -57,6 +64,7 @@ async def collect(fleet: Fleet) -> list[PromptGroup]:
     ready, grown_at = 0, time.monotonic()
     while True:
         needs = _needs(fleet)
+        _drop_stale_of_whole_batches(fleet, needs)
         now_ready = fleet.buffers.samples_ready(needs)
         if now_ready > ready:
             grown_at = time.monotonic()
@@ -65,37 +73,71 @@ async def collect(fleet: Fleet) -> list[PromptGroup]:
         # Measured from the last group, not from the last wake-up: other runs' events must not put it off.
         patience = grown_at + limits.max_coalesce_wait_seconds - time.monotonic()
         if ready and (ready >= limits.global_batch_size or completes or patience <= 0):
-            break
+            return
         woken = await fleet.signal.wait(timeout=patience if ready else limits.max_empty_wait_seconds)
         if not woken and not ready:
             _explain_wait(fleet)
-    batch = fleet.buffers.collect(needs, limits.global_batch_size)
+
+
+def take_batch(fleet: Fleet) -> list[PromptGroup]:
+    """Take what can be trained now; the caller holds `accumulating`, and sends it before it awaits anything else."""
+    needs = _needs(fleet)
+    _drop_stale_of_whole_batches(fleet, needs)
+    _fix_whitening(fleet, needs)
+    batch = fleet.buffers.collect(needs, fleet.config.pool.spec.rollout.global_batch_size)
+    groups: list[PromptGroup] = []
     for group in batch.groups:
-        fleet.states[group.uid].in_training += 1
-        fleet.states[group.uid].taken.append(group)
+        state = fleet.states[group.uid]
+        state.in_training += 1
+        state.taken.append(group)
+        groups.append(_whitened(state, group))
     for group in batch.stale:
         _drop_stale(fleet, group)
     for uid in needs:
         fleet.registry.runs[uid].progress.buffered = fleet.buffers.count(uid)
-    return batch.groups
+    return groups
+
+
+def _drop_stale_of_whole_batches(fleet: Fleet, needs: Mapping[str, Need]) -> None:
+    """Before its batch is fixed: nothing would take these groups out, and the run would wait for their places."""
+    for uid, need in needs.items():
+        if need.whole:
+            for group in fleet.buffers.drop_stale(uid, need):
+                _drop_stale(fleet, group)
+
+
+def _fix_whitening(fleet: Fleet, needs: Mapping[str, Need]) -> None:
+    """The figures of every batch that is whole now and was not before."""
+    for uid, need in needs.items():
+        if need.whole and fleet.buffers.count(uid) >= need.remaining:
+            run, state = fleet.registry.runs[uid], fleet.states[uid]
+            groups = fleet.buffers.first(uid, need.remaining)
+            state.whitening = whitening(run.step, groups, run.spec.algorithm.std_norm)
+
+
+def _whitened(state: RunState, group: PromptGroup) -> PromptGroup:
+    return group if state.whitening is None else state.whitening.apply(group)
 
 
 def _needs(fleet: Fleet) -> dict[str, Need]:
     needs: dict[str, Need] = {}
     for run in fleet.registry.in_state("ACTIVE"):
-        if fleet.state(run) is None or run.accumulated_groups >= run.groups_per_step:
+        state = fleet.state(run)
+        if state is None or run.accumulated_groups >= run.groups_per_step:
             continue
         needs[run.uid] = Need(
             remaining=run.groups_per_step - run.accumulated_groups,
             incarnation=run.incarnation,
             oldest_version=run.trainer_version - run.spec.max_staleness,
             weight=run.spec.scheduling.weight,
+            whole=run.spec.algorithm.advantage == "reinforce"
+            and (state.whitening is None or state.whitening.step != run.step),
         )
     others = {uid: need for uid, need in needs.items() if uid not in fleet.suspects}
     for uid in sorted(fleet.suspects & needs.keys()):
-        waiting = fleet.buffers.count(uid)
+        full = fleet.buffers.count(uid) >= needs[uid].remaining
         # A suspect trains alone, but only when it fills its step or nobody else has anything: it must not block them.
-        if waiting >= needs[uid].remaining or (waiting and not fleet.buffers.samples_ready(others)):
+        if full or (fleet.buffers.samples_ready({uid: needs[uid]}) and not fleet.buffers.samples_ready(others)):
             return {uid: needs[uid]}
     return others
 
@@ -130,10 +172,10 @@ def commit(fleet: Fleet, groups: list[PromptGroup], result: BatchResult) -> list
 async def step(fleet: Fleet, run: Run) -> None:
     """One optimizer step of one run; its new version goes out in the background."""
     state = fleet.state(run)
-    if state is None or run.state != "ACTIVE":
+    if state is None or not _may_step(run):
         return  # it ended while its batch was training
     async with state.stepping:
-        if fleet.state(run) is not state or run.state != "ACTIVE" or not run.loaded:
+        if fleet.state(run) is not state or not _may_step(run) or not run.loaded:
             return  # the trainer was lost while this waited
         cursor = state.tracker.cursor
         outcome: StepResult | RunFault = await fleet.trainer.call("step", run.uid, cursor, state.incarnation)
@@ -141,17 +183,28 @@ async def step(fleet: Fleet, run: Run) -> None:
             fleet.registry.fail(outcome)
             return
         state.step_cursor = cursor
-        groups = list(state.taken)
+        groups = [_whitened(state, group) for group in state.taken]
         state.taken.clear()
         fleet.metrics.observe_step(run, time.time())
         last = fleet.registry.stepped(outcome, time.time())
         _record(fleet, run, outcome, groups)
+        if outcome.unrecorded:
+            log.error("run %s: %s", run.uid, outcome.unrecorded, extra=about(run.uid))
+            fleet.registry.not_saved(run.uid, outcome.unrecorded, again="")
     if last or run.state != "ACTIVE":
         return  # the lifecycle task writes the final checkpoint
     manifest, buffer = await fleet.trainer.export(run.uid)
     fleet.spawn(_publish(fleet, run, run.trainer_version, manifest, buffer), f"publishing run {run.uid}")
     if state.save_due or run.step % run.spec.checkpoint.interval_steps == 0:
-        await _checkpoint(fleet, run, state)
+        state.save_due = state.saving.locked()  # the one before is still on its way
+        if not state.save_due:
+            fleet.spawn(_checkpoint(fleet, run, state), f"saving run {run.uid}")
+
+
+def _may_step(run: Run) -> bool:
+    """A suspension saves what is accumulated, but not a whole batch: nothing would step it when the run comes back."""
+    suspending = run.state == "RETIRING" and run.ending is not None and run.ending.outcome == "Suspended"
+    return run.state == "ACTIVE" or suspending
 
 
 def _record(fleet: Fleet, run: Run, result: StepResult, groups: list[PromptGroup]) -> None:
@@ -180,21 +233,27 @@ async def _publish(fleet: Fleet, run: Run, n: int, manifest: Any, buffer: Any) -
 
 
 async def _checkpoint(fleet: Fleet, run: Run, state: RunState) -> None:
+    """A checkpoint on the way, beside the training; the last one has to succeed, this one is tried again."""
     try:
         artifact = await checkpoint(fleet, run)
-    except RunError as error:  # the last one has to succeed, this one may wait for space
-        log.error("run %s: %s; trying again after its next step", run.uid, error, extra=about(run.uid))
+    except Retryable as error:
         state.save_due = True
-        fleet.registry.not_saved(run.uid, error.message)
-        return
-    state.save_due = False
-    if artifact is not None:
-        fleet.registry.checkpointed(run.uid, artifact)
+        log.info("run %s: checkpoint: %s", run.uid, error, extra=about(run.uid))
+        if isinstance(error, TrainerLost) and error.executing:
+            _suspect(fleet, {run.uid}, str(error))
+    except RunError as error:
+        state.save_due = True
+        log.error("run %s: %s; trying again after its next step", run.uid, error, extra=about(run.uid))
+        if fleet.state(run) is state:
+            fleet.registry.not_saved(run.uid, error.message)
+    else:
+        if artifact is not None and fleet.state(run) is state:
+            fleet.registry.checkpointed(run.uid, artifact)
 
 
-def _suspect(fleet: Fleet, groups: list[PromptGroup], why: str) -> None:
-    """The trainer died under this batch: its runs train alone from now on; one that kills it alone is failed."""
-    uids = sorted({g.uid for g in groups})
+def _suspect(fleet: Fleet, among: set[str], why: str) -> None:
+    """The trainer died while it worked for these: they train alone from now on; one that kills it alone is failed."""
+    uids = sorted(among)
     fleet.suspects.update(uids)
     log.error("the trainer died while it worked for %s (%s)", ", ".join(uids), why)
     if len(uids) > 1:

@@ -118,6 +118,11 @@ def check_limits(spec: AdapterRunSpec, pool: AdapterPoolSpec) -> None:
             f"nSamplesPerPrompt: 1 gives every sample the advantage 0 with algorithm.advantage"
             f" {spec.algorithm.advantage}; use 2 or more, or algorithm.advantage reinforce",
         )
+    if spec.n_samples_per_prompt * spec.rollout_batch_size == 1:
+        raise RunError(
+            reasons.INVALID_SPEC,
+            "rolloutBatchSize: 1 with nSamplesPerPrompt 1 gives every sample the advantage 0; use more of either",
+        )
     for field, value, fix in _unsupported(spec):
         raise RunError(reasons.INVALID_SPEC, f"{field}: {value} is not supported by this version; {fix}")
 
@@ -146,10 +151,6 @@ def _unsupported(spec: AdapterRunSpec) -> list[tuple[str, Any, str]]:
     found: list[tuple[str, Any, str]] = []
     if spec.evaluation is not None:
         found.append(("evaluation", "(set)", "remove it"))
-    if spec.checkpoint.keep_best:
-        found.append(("checkpoint.keepBest", True, "set it to false"))
-    if spec.record_steps:
-        found.append(("recordSteps", True, "set it to false"))
     if spec.mixed_versions:
         found.append(("mixedVersions", True, "set it to false"))
     return found

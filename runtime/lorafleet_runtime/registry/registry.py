@@ -33,8 +33,6 @@ from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, RunFault, Ste
 
 log = logging.getLogger(__name__)
 
-_STEP_TIME_DECAY = 0.7
-
 
 class StaleOperator(Exception):
     """A call carried an operatorEpoch below the newest one seen."""
@@ -210,15 +208,13 @@ class Registry(Listings):
         """The trainer holds the run, at this step.
 
         After a trainer's death this is usually the step that the run was at: its versions on the engines then hold
-        these very weights, so it goes on in the same incarnation. Otherwise it starts a new one.
+        these very weights, so it goes on in the same incarnation. Otherwise it starts a new one; also when a checkpoint
+        brings other groups of the next step than this incarnation counts on, so that none is trained on twice.
         """
         run = self.runs[loaded.uid]
         if run.was_loaded and not run.is_where_it_was(loaded):
             self._begin_anew(run)
-        if not run.was_loaded:
-            run.step = run.start_step = loaded.step
-            run.loaded_from = loaded.incarnation
-        run.loaded = run.was_loaded = True
+        run.take_over(loaded)
         if run.weight_version and run.state == "PENDING":
             run.activate(now)
         self._changed()
@@ -268,19 +264,8 @@ class Registry(Listings):
         """The run made an optimizer step. True when that was its last."""
         run = self.runs[result.uid]
         run.step = result.step
-        run.accumulated_groups = 0
-        run.crashes = 0
-        p = run.progress
-        if p.since is not None:
-            seconds = now - p.since
-            old = p.seconds_per_step
-            p.seconds_per_step = seconds if old is None else _STEP_TIME_DECAY * old + (1 - _STEP_TIME_DECAY) * seconds
-        p.last_step_time = p.since = now
-        p.lr, p.grad_norm = result.lr, result.grad_norm
-        p.reward_mean = p.reward_sum / p.reward_count if p.reward_count else None
-        p.mismatch = p.mismatch_sum / p.mismatch_count if p.mismatch_count else None
-        p.reward_sum = p.mismatch_sum = 0.0
-        p.reward_count = p.mismatch_count = 0
+        run.accumulated_groups = run.restored_groups = run.crashes = 0
+        run.progress.finish_step(result, now)
         last = run.target_step is not None and run.step >= run.target_step
         if last:
             self._complete(run)
@@ -318,7 +303,7 @@ class Registry(Listings):
         if run.state != "RETIRING" or run.ending is None:
             return
         if artifact is not None:
-            run.artifact = artifact
+            run.keep(artifact)
         run.state = "CLEANUP"
         run.completion_time = None if run.ending.outcome == "Suspended" else now
         run.reason, run.message = run.ending.reason, run.ending.message
@@ -327,15 +312,15 @@ class Registry(Listings):
     def checkpointed(self, uid: str, artifact: Artifact) -> None:
         """A checkpoint on the way is durable."""
         if (run := self.runs.get(uid)) is not None:
-            run.artifact = artifact
+            run.keep(artifact)
             if run.state == "ACTIVE":
-                run.message = f"training in slot {run.slot}"
+                run.message = run.training_message
             self._changed()
 
-    def not_saved(self, uid: str, why: str) -> None:
-        """A checkpoint could not be written; it is tried again."""
+    def not_saved(self, uid: str, why: str, again: str = "; it is tried again") -> None:
+        """A checkpoint, or with `again` empty a step's record, could not be written."""
         if (run := self.runs.get(uid)) is not None and run.state in ("ACTIVE", "RETIRING"):
-            run.message = f"{why}; it is tried again"
+            run.message = why + again
             self._changed()
 
     def cleaned(self, uid: str) -> bool:

@@ -13,7 +13,9 @@ from lorafleet_api.v1alpha1.wire import (
     PresenceView,
     RunState,
 )
-from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, VersionId
+from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, StepResult, VersionId
+
+_STEP_TIME_DECAY = 0.7
 
 TERMINAL: frozenset[RunState] = frozenset({"COMPLETED", "FAILED", "SUSPENDED"})
 """States in which nothing of the run is held anywhere."""
@@ -50,8 +52,34 @@ class Progress:
     reward_count: int = 0
     mismatch_sum: float = 0.0
     mismatch_count: int = 0
+    unsaved_means: list[float | None] = field(default_factory=list)
+    """Mean reward of each step since the last checkpoint, or since this registration where that was later."""
     buffered: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def score(self) -> float | None:
+        """What checkpoint.keepBest compares: the mean reward over the steps since the last checkpoint."""
+        means = [mean for mean in self.unsaved_means if mean is not None]
+        return sum(means) / len(means) if means else None
+
+    def finish_step(self, result: StepResult, now: float) -> None:
+        """Make the sums the figures of the step, and begin the next one."""
+        if self.since is not None:
+            seconds, old = now - self.since, self.seconds_per_step
+            kept = 0.0 if old is None else _STEP_TIME_DECAY
+            self.seconds_per_step = kept * (old or 0.0) + (1 - kept) * seconds
+        self.last_step_time = self.since = now
+        self.lr, self.grad_norm = result.lr, result.grad_norm
+        self.reward_mean = self.reward_sum / self.reward_count if self.reward_count else None
+        self.mismatch = self.mismatch_sum / self.mismatch_count if self.mismatch_count else None
+        self.unsaved_means.append(self.reward_mean)
+        self.clear_sums()
+
+    def clear_sums(self) -> None:
+        """Nothing of the next step is accumulated."""
+        self.reward_sum = self.mismatch_sum = 0.0
+        self.reward_count = self.mismatch_count = 0
 
 
 @dataclass(slots=True)
@@ -92,7 +120,11 @@ class Run:
     """step at this registration."""
     target_step: int | None = None
     accumulated_groups: int = 0
+    restored_groups: int = 0
+    """Those of them that came with the load: no buffer has them, and a trainer that dies finds them again."""
     artifact: Artifact | None = None
+    note: str = ""
+    """What the user has to know of this registration's load."""
     restarts: int = 0
     crashes: int = 0
     """Trainer crashes with this run in the batch."""
@@ -109,14 +141,28 @@ class Run:
         self.reason, self.message = reasons.LOADING, f"loading into slot {slot}"
         self.queue_position = None
         self.loaded = self.was_loaded = False
-        self.weight_version = 0
+        self.weight_version = self.restored_groups = 0
+        self.note = ""
         self.completion_time = None
+        self.progress.unsaved_means.clear()
         self.discard_batch()
+
+    def take_over(self, loaded: Loaded) -> None:
+        """The trainer has this state, with the groups that a suspension or a stop had saved."""
+        if not self.was_loaded:
+            self.step = self.start_step = loaded.step
+            self.loaded_from = loaded.incarnation
+        self.loaded = self.was_loaded = True
+        self.accumulated_groups = self.restored_groups = loaded.groups
+        self.progress.reward_sum, self.progress.reward_count = loaded.reward_sum, loaded.samples
+        self.note = "; ".join([*filter(None, [self.note]), *loaded.passed_over])
+        if self.artifact is not None and self.artifact.step > self.step:
+            self.artifact = None  # it is not there any more, or is damaged
 
     def activate(self, now: float) -> None:
         """Every engine has the version that the trainer holds."""
         self.state = "ACTIVE"
-        self.reason, self.message = reasons.TRAINING, f"training in slot {self.slot}"
+        self.reason, self.message = reasons.TRAINING, self.training_message
         self.start_time = self.start_time or now
         self.progress.since = now
 
@@ -132,16 +178,21 @@ class Run:
         self.accumulated_groups = 0
 
     def is_where_it_was(self, loaded: Loaded) -> bool:
-        """Whether the trainer loaded the very weights that this incarnation was at."""
+        """Whether the trainer loaded the very weights that this incarnation was at, and the groups it counts on."""
         made_by = self.loaded_from if self.step == self.start_step else self.incarnation
-        return (loaded.step, loaded.incarnation) == (self.step, made_by)
+        return (loaded.step, loaded.incarnation, loaded.groups) == (self.step, made_by, self.restored_groups)
 
     def discard_batch(self) -> None:
         """Forget what was accumulated since the last step: the trainer does not have it."""
         self.accumulated_groups = 0
         self.progress.since = None
-        self.progress.reward_sum = self.progress.mismatch_sum = 0.0
-        self.progress.reward_count = self.progress.mismatch_count = 0
+        self.progress.clear_sums()
+
+    def keep(self, artifact: Artifact) -> None:
+        """A checkpoint is durable; steps that it does not have count for the next one's score."""
+        self.artifact = artifact
+        means = self.progress.unsaved_means
+        del means[: max(len(means) - (self.step - artifact.step), 0)]
 
     def retarget(self) -> None:
         """The step at which the run is complete; may grow until its end is decided."""
@@ -170,6 +221,11 @@ class Run:
     def version(self) -> VersionId | None:
         """The version that new requests use."""
         return VersionId(self.uid, self.incarnation, self.weight_version) if self.weight_version else None
+
+    @property
+    def training_message(self) -> str:
+        """While it trains."""
+        return "; ".join(filter(None, [f"training in slot {self.slot}", self.note]))
 
     @property
     def registered(self) -> bool:

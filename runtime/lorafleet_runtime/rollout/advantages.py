@@ -1,5 +1,8 @@
 """Group-relative advantages of REINFORCE-style estimators.
 
+With reinforce (REINFORCE++) the baseline is the whole step's batch, which no rollout worker sees: the group leaves with
+its rewards, and the loop puts the advantages in (loop/whiten.py).
+
 Called by the rollout worker for each group; pure. Truncated samples keep their place in the group's baseline, also
 with maskTruncated: their rewards were sampled from the same policy, and leaving them out would shift the baseline
 towards short answers. maskTruncated acts in the loss alone, where the trainer drops their tokens.
@@ -19,13 +22,14 @@ def group_advantages(
     """The advantage of each sample of one group.
 
     grpo (Shao et al. 2024, DeepSeekMath): reward minus group mean, with std_norm divided by the unbiased standard
-    deviation plus 1e-6. rloo (Ahmadian et al. 2024): reward minus the mean of the other samples. reinforce: the reward.
+    deviation plus 1e-6. rloo (Ahmadian et al. 2024): reward minus the mean of the other samples. reinforce: the reward,
+    for the loop to normalise.
     A group whose rewards are all equal, so also a group of one, gives exact zeros for grpo and rloo.
 
     Args:
         rewards: [G], finite.
         estimator: the run's algorithm.advantage.
-        std_norm: the run's algorithm.stdNorm; acts on grpo only.
+        std_norm: the run's algorithm.stdNorm; acts on grpo here.
 
     Returns:
         [G]

@@ -1,17 +1,25 @@
-"""The trainer rank as a Ray actor.
+"""The trainer rank as a Ray actor, and the group of all ranks.
 
-Called by the loop. Imports no torch: the actor sets its thread count before torch starts its thread pool.
+Called by the loop. Imports no torch: the actor sets its thread count before torch starts its thread pool. Ray runs the
+calls of an actor one at a time, in order and on one thread, apart from those in the lane of saves.
 """
 
 import hashlib
 import os
+import socket
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
+from lorafleet_runtime.trainer.group import Seat, TrainerGroup
+from lorafleet_runtime.trainer.saves import Saves
 from lorafleet_runtime.types import (
     Artifact,
     BatchResult,
@@ -25,10 +33,18 @@ from lorafleet_runtime.types import (
 )
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from lorafleet_runtime.trainer.rank import TrainerRank
 
 RESOURCE = "lorafleet_trainer"
 """Custom Ray resource of the nodes that trainer ranks are placed on."""
+
+_SAVES = "saves"
+"""Ray concurrency group of the calls that wait for checkpoints; all other calls keep their order and their thread."""
+
+LANES = {_SAVES: 4}
+"""Concurrency groups of the actor's class."""
 
 
 class TrainerActor:
@@ -43,28 +59,62 @@ class TrainerActor:
 
     def __init__(self, pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, pool: str) -> None:
         self._arguments = (pool_spec, model_path, storage_root, pool)
+        self._store: Store | None = None
+        self._saves = Saves()
 
-    def start(self) -> dict[int, str]:
-        """Load the base model; apart from the constructor, whose errors Ray turns into a dead actor.
+    def node(self) -> str:
+        """The Ray node that the actor was placed on."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
+    def open_store(self, neighbours: int) -> tuple[str, int]:
+        """Open the rendezvous of all ranks; called on rank 0 only. Returns its address and port."""
+        self._limit_threads(neighbours)
+        address = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)  # the store itself would listen on every address
+        port: int = listener.getsockname()[1]
+        self._store = _connect(address, port, listener.detach())
+        return address, port
+
+    def start(self, seat: Seat = Seat()) -> dict[int, str]:
+        """Join the other ranks and load the base model; apart from the constructor, whose errors kill the actor.
 
         Raises:
             ConfigError: the base model or the trainer's settings are unusable.
         """
         pool_spec, model_path, storage_root, pool = self._arguments
+        self._limit_threads(seat.neighbours)
+        import torch
+
+        from lorafleet_runtime.trainer import rank
+        from lorafleet_runtime.trainer.parallel import Ranks
+
+        if seat.store is not None:
+            _stay_on_interface(ray.util.get_node_ip_address())
+            if self._store is None:
+                self._store = _connect(*seat.store)
+        sizes = (pool_spec.trainer.data_parallel, pool_spec.trainer.tensor_parallel)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._rank: TrainerRank = rank.TrainerRank(
+            pool_spec,
+            model_path,
+            storage_root,
+            snapshots=_snapshots(storage_root, pool),
+            ranks=Ranks.start(seat.rank, *sizes, self._store, device),
+        )
+        return self._rank.slots()
+
+    def _limit_threads(self, neighbours: int) -> None:
+        """Before the first import of torch: `numThreads`, or this rank's share of the node's cores."""
         # Ray sets OMP_NUM_THREADS=1 in its workers, so the count is always explicit; waiting threads must not spin on
         # cores that an engine shares.
-        threads = pool_spec.trainer.num_threads or len(os.sched_getaffinity(0))
+        threads = self._arguments[0].trainer.num_threads or max(1, len(os.sched_getaffinity(0)) // neighbours)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         import torch
 
         torch.set_num_threads(threads)
-        from lorafleet_runtime.trainer import rank
-
-        self._rank: TrainerRank = rank.TrainerRank(
-            pool_spec, model_path, storage_root, snapshots=_snapshots(storage_root, pool)
-        )
-        return self._rank.slots()
 
     def load(self, request: LoadRequest) -> Loaded:
         """See TrainerRank.load."""
@@ -90,17 +140,51 @@ class TrainerActor:
         """See TrainerRank.step."""
         return self._rank.step(uid, cursor, incarnation)
 
-    def export(self, uid: str) -> tuple[Manifest, bytes]:
-        """See TrainerRank.export; call it with num_returns=2 to keep the buffer in the object store."""
+    def export(self, uid: str) -> tuple[Manifest, bytes] | None:
+        """See TrainerRank.export; on rank 0 called with num_returns=2, to keep the buffer in the object store."""
         return self._rank.export(uid)
 
-    def checkpoint(self, uid: str, directory: str, cursor: Cursor) -> Artifact:
-        """See TrainerRank.checkpoint."""
-        return self._rank.checkpoint(uid, directory, cursor)
+    def capture(
+        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, score: float | None = None
+    ) -> str:
+        """Copy what a checkpoint holds and return; rank 0 writes it beside the calls that follow.
 
+        Returns:
+            A ticket for `saved`.
+        """
+        save = self._rank.capture(uid, directory, cursor, partial, score)
+        return "" if save is None else self._saves.add(save.write)
+
+    @ray.method(concurrency_group=_SAVES)  # type: ignore[untyped-decorator, unused-ignore]
+    def saved(self, ticket: str) -> Artifact | None:
+        """See Saves.result; rank 0 only."""
+        return self._saves.result(ticket)
+
+    @ray.method(concurrency_group=_SAVES)  # type: ignore[untyped-decorator, unused-ignore]
     def pid(self) -> int:
-        """The actor's process."""
+        """The actor's process; does not wait for a call that is running."""
         return os.getpid()
+
+
+def _stay_on_interface(address: str) -> None:
+    """Ranks talk over the network that Ray talks over; gloo by itself takes the one that the host's name leads to."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _connect(address: str, port: int, listener: int | None = None) -> "Store":
+    """The rendezvous store; with a listening socket's file number this process serves it."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        is_master=listener is not None,
+        timeout=timedelta(minutes=10),  # until the last rank is up
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
 
 
 def _snapshots(storage_root: str, pool: str) -> Path:
@@ -111,25 +195,31 @@ def _snapshots(storage_root: str, pool: str) -> Path:
 
 def start_trainer(
     pool_spec: AdapterPoolSpec, model_path: str, storage_root: str, pool: str, local_resources: bool
-) -> Any:
-    """Start a trainer actor.
+) -> TrainerGroup:
+    """Start the trainer: one actor per rank.
 
     Args:
         pool_spec: of the pool.
         model_path: directory of the base model.
         storage_root: shared storage.
         pool: NAMESPACE/NAME of the pool.
-        local_resources: one machine without custom resources; the actor then asks for no CPU and no GPU of its own.
+        local_resources: one machine without custom resources; the actors then ask for no CPU and no GPU of their own.
 
     Returns:
-        The Ray handle, at once; the first call waits until the base model is loaded.
+        Its handle, at once; `start` waits until every rank is placed and has loaded the base model.
     """
+    world = pool_spec.trainer.data_parallel * pool_spec.trainer.tensor_parallel
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_restarts": 0,  # a trainer without its runs is of no use: the loop starts a new one and loads them
         "runtime_env": {"env_vars": dict(pool_spec.env)},
     }
+    placement = None
     if not local_resources:
-        options["resources"] = {RESOURCE: 1}
-        options["num_gpus"] = 1
-    return ray.remote(TrainerActor).options(**options).remote(pool_spec, model_path, storage_root, pool)
+        options |= {"resources": {RESOURCE: 1}, "num_gpus": 1}
+        if world > 1:  # all ranks or none, on as few nodes as will do
+            placement = placement_group([{RESOURCE: 1, "GPU": 1}] * world, strategy="PACK")
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(placement)
+    actor = ray.remote(concurrency_groups=LANES)(TrainerActor).options(**options)
+    arguments = (pool_spec, model_path, storage_root, pool)
+    return TrainerGroup([actor.remote(*arguments) for _ in range(world)], placement)

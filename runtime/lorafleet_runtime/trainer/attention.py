@@ -4,12 +4,15 @@ Rows of a group lie as [prompt | response 1 | response 2 ...]. A response row se
 so the prompt is computed once per group. Built into the model by model.py; imports no megatron.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lorafleet_runtime.trainer.shape import Rope
 
 _SMALL_GROUP_ROWS = 512
 _TREE_WASTE = 4
@@ -41,7 +44,7 @@ class Layout:
 
 
 def make_layout(
-    groups: tuple[GroupRows, ...], head_dim: int, theta: float, device: torch.device, dtype: torch.dtype
+    groups: tuple[GroupRows, ...], head_dim: int, rope: Rope, device: torch.device, dtype: torch.dtype
 ) -> Layout:
     """Positions, rotary tables and masks for packed groups.
 
@@ -51,11 +54,23 @@ def make_layout(
     for group in groups:
         starts += [(0, group.prompt), *((group.prompt, rows) for rows in group.responses)]
     positions = torch.cat([torch.arange(first, first + n) for first, n in starts]).to(device)
-    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    angles = torch.outer(positions.float(), inverse)
+    angles = torch.outer(positions.float(), inverse_frequencies(rope, head_dim, device))
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     masks = tuple(_tree_mask(g, device) if g.responses and _prefers_tree(g) else None for g in groups)
     return Layout(groups, masks, angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    """Angle per position of each pair of a head's elements, [head_dim / 2] float32, with the model's rope scaling."""
+    inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    if rope.kind == "linear":
+        return inverse / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_positions * inverse / (2 * math.pi)  # within the original context
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = keep.clamp(0.0, 1.0)
+        return keep * inverse + (1.0 - keep) * inverse / rope.factor
+    return inverse
 
 
 class PrefixSharedAttention(torch.nn.Module):

@@ -74,22 +74,51 @@ def split_group(slot: int, params: LossParams, group: PromptGroup, budget: int) 
 
 
 def pack(work: Sequence[Work], budget: int, deterministic: bool) -> list[list[Work]]:
-    """Sort by slot (groups of a run keep their order) and fill passes up to the budget.
+    """Fill passes up to the budget; inside a pass the work is sorted by slot, and that of a run keeps its order.
+
+    Bin packing by first-fit decreasing (Johnson 1973: at most 11/9 of the best number of passes, and 6/9). Filling
+    passes in order needs no more of them often enough; then that is taken, since its passes hold fewer runs.
 
     Args:
         work: in any order.
-        budget: rows of a pass.
-        deterministic: one piece of work per pass, so that no pass depends on another run.
+        budget: rows of a pass; only work that is over it by itself makes a larger one.
+        deterministic: one piece of work per pass, in order, so that no pass depends on another run.
     """
-    passes: list[list[Work]] = []
-    rows = budget
-    for piece in sorted(work, key=lambda w: w.slot):
-        if deterministic or rows + piece.rows > budget:
+    ordered = sorted(work, key=lambda w: w.slot)
+    if deterministic:
+        return [[piece] for piece in ordered]
+    sizes = [piece.rows for piece in ordered]
+    in_order, fitted = _next_fit(sizes, budget), _first_fit_decreasing(sizes, budget)
+    best = fitted if len(fitted) < len(in_order) else in_order
+    return [[ordered[i] for i in members] for members in best]
+
+
+def _next_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of `sizes` by pass, in order."""
+    passes: list[list[int]] = []
+    room = 0
+    for i, size in enumerate(sizes):
+        if not passes or size > room:
             passes.append([])
-            rows = 0
-        passes[-1].append(piece)
-        rows += piece.rows
+            room = budget
+        passes[-1].append(i)
+        room -= size
     return passes
+
+
+def _first_fit_decreasing(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of `sizes` by pass, ascending in each; passes by their first index."""
+    passes: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        place = next((p for p, left in enumerate(room) if sizes[i] <= left), None)
+        if place is None:
+            place = len(passes)
+            passes.append([])
+            room.append(budget)
+        passes[place].append(i)
+        room[place] -= sizes[i]
+    return sorted(sorted(members) for members in passes)
 
 
 def make_micro_batch(work: Sequence[Work], device: torch.device, dtype: torch.dtype) -> MicroBatch:
@@ -144,6 +173,28 @@ def make_micro_batch(work: Sequence[Work], device: torch.device, dtype: torch.dt
     )
 
 
+def sample_values(work: Sequence[Work], values: Tensor) -> list[tuple[Tensor, ...]]:
+    """The inverse of the labels' order: per piece of work, the values [R] of each of its samples.
+
+    Args:
+        work: of one pass, as given to `make_micro_batch`.
+        values: [N], one for each of the pass's labels, as HeadResult.logprob.
+    """
+    out: list[tuple[Tensor, ...]] = []
+    start = 0
+    for piece in work:
+        count = len(piece.samples)
+        firsts = values[start : start + count]
+        start += count
+        mine = []
+        for i, sample in enumerate(piece.samples):
+            extra = len(sample.token_ids) - 1
+            mine.append(torch.cat((firsts[i : i + 1], values[start : start + extra])))
+            start += extra
+        out.append(tuple(mine))
+    return out
+
+
 def _extend(ranges: list[tuple[int, int, int]], slot: int, start: int, end: int) -> None:
     """Append a range, or lengthen the last one when it is the same slot's."""
     if ranges and ranges[-1][0] == slot:
@@ -185,6 +236,7 @@ def _policy_tokens(work: Sequence[Work], device: torch.device, dtype: torch.dtyp
         clip_high=spread([p.clip_high for p in params]),
         dual_clip=spread([p.dual_clip for p in params]),
         tis_mode=spread([float(p.tis_mode) for p in params]),
+        tis_floor=spread([p.tis_floor for p in params]),
         tis_cap=spread([p.tis_cap for p in params]),
         kl_coef=spread([p.kl_coef for p in params]),
         kl_type=spread([float(p.kl_type) for p in params]),

@@ -1,38 +1,48 @@
-"""Writes, loads and prunes a run's checkpoints; `storage` finds them.
+"""Writes and prunes a run's checkpoints; restore.py reads them, `storage` finds them.
 
 Called by rank.py. A checkpoint is a directory step_N that appears by rename, whole or not at all; it holds a servable
-PEFT adapter, the optimizer's tensors and state.json. Nothing here knows slots or the model.
+PEFT adapter, the optimizer's tensors and state.json. Nothing here knows slots or the model: a `Save` holds copies, so
+that it can be written on another thread while its run trains on.
 """
 
 import hashlib
 import json
+import logging
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.storage import (
     ASIDE,
+    CONFIG_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
     WEIGHTS_FILE,
     checkpoints,
     is_whole,
     step_directories,
+    sync_directory,
 )
+from lorafleet_runtime.trainer.record import PendingRecord
 from lorafleet_runtime.types import Artifact, Cursor
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1
+
+PARTIAL_GRAD = "partial_grad"
+"""Name of a partial gradient in optimizer.safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,21 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class Partial:
+    """What a run has accumulated since its last step."""
+
+    grad: Tensor
+    """[data-parallel ranks, tensor-parallel ranks, elements]: what each has of the sum, in the canonical layout."""
+    denominator: int
+    """Samples or tokens in the sums, by lossReduction."""
+    groups: int
+    """Prompt groups in the sums; the cursor counts them as consumed."""
+    reward_sum: float = 0.0
+    """Over the samples of these groups."""
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TrainState:
     """What a run needs to go on as if it had never stopped."""
 
@@ -59,83 +84,102 @@ class TrainState:
     """Of the registration that made the step."""
     use_rslora: bool
     master: Tensor
+    """[elements] in the canonical layout, as the moments."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    partial: Partial | None = None
+    """Only in a checkpoint taken at a suspension or a stop."""
+    score: float | None = None
+    """What checkpoint.keepBest compares."""
 
 
-def write_checkpoint(
-    directory: Path, identity: Identity, state: TrainState, write_adapter: Callable[[Path], None]
-) -> Artifact:
-    """Write `directory`/step_N durably.
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A checkpoint on its way to the disk; all tensors are its own, so that it is written while the slot goes on."""
+
+    directory: Path
+    """The run's own."""
+    identity: Identity
+    state: TrainState
+    tensors: dict[str, Tensor]
+    """Of adapter_model.safetensors."""
+    config: dict[str, Any]
+    """Of adapter_config.json."""
+    keep: int
+    """Newest checkpoints that stay."""
+    keep_best: bool = False
+    """The one with the best score stays too."""
+    pending: PendingRecord | None = None
+    """With `state.partial` of a run that records its steps: the groups of that gradient."""
+
+    def write(self) -> Artifact:
+        """Write `directory`/step_N durably, then prune. Saves of one directory come one after the other.
+
+        Without a score of its own it keeps that of a step_N that is there already.
+
+        Raises:
+            RunError: StorageError; what was there before is there still.
+        """
+        final = self.directory / f"step_{self.state.step}"
+        temporary = self.directory / f".tmp-{final.name}-{uuid.uuid4().hex}"
+        if self.pending is not None:  # first: a checkpoint with a gradient always has the record of its groups
+            self.pending.write()
+        state = self.state if self.state.score is not None else replace(self.state, score=_score(final))
+        try:
+            temporary.mkdir(parents=True)
+            save_file(self.tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+            (temporary / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
+            save_file(_tensors(state), temporary / OPTIMIZER_FILE)
+            files = {p.name: describe(p) for p in sorted(temporary.iterdir())}
+            text = json.dumps(_state_json(self.identity, state, files), indent=2) + "\n"
+            (temporary / STATE_FILE).write_text(text)
+            _sync(temporary)
+            _put(temporary, final)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            text = f"checkpoint {final} cannot be written ({error}); free space or fix the storage, then run it again"
+            raise RunError(reasons.STORAGE_ERROR, text) from error
+        prune(self.directory, self.keep, self.keep_best)
+        return Artifact(str(final), state.step, files[WEIGHTS_FILE]["sha256"])
+
+
+def prune(directory: Path, keep: int, keep_best: bool = False) -> None:
+    """Delete all but the newest `keep` checkpoints, and what interrupted writes left. Failures are left for later.
 
     Args:
-        directory: the run's own.
-        identity: what it belongs to.
-        state: what to continue from.
-        write_adapter: writes the PEFT files into the directory it is given.
-
-    Raises:
-        RunError: StorageError; nothing new is left behind.
-    """
-    final = directory / f"step_{state.step}"
-    temporary = directory / f".tmp-{final.name}-{uuid.uuid4().hex}"
-    try:
-        temporary.mkdir(parents=True)
-        write_adapter(temporary)
-        tensors = {"master": state.master, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, temporary / OPTIMIZER_FILE)
-        files = {p.name: _describe(p) for p in sorted(temporary.iterdir())}
-        (temporary / STATE_FILE).write_text(json.dumps(_state_json(identity, state, files), indent=2) + "\n")
-        _sync(temporary)
-        _put(temporary, final)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        text = f"checkpoint {final} cannot be written ({error}); free space or fix the storage, then run it again"
-        raise RunError(reasons.STORAGE_ERROR, text) from error
-    return Artifact(str(final), state.step, files[WEIGHTS_FILE]["sha256"])
-
-
-def read_checkpoint(path: Path, identity: Identity) -> TrainState:
-    """Load a checkpoint that belongs to `identity`.
-
-    Raises:
-        RunError: CheckpointMismatch naming the field that differs; StorageError when files are missing or damaged.
+        directory: of the run.
+        keep: newest checkpoints that stay.
+        keep_best: the one with the largest score stays too, of equal ones the newer.
     """
     try:
-        stored = json.loads((path / STATE_FILE).read_text())
-        check_identity(path, stored, identity)
-        for name, about in stored["files"].items():
-            if _describe(path / name) != about:
-                raise OSError(f"{name} is not what state.json says; the file is damaged")
-        tensors = load_file(path / OPTIMIZER_FILE)
-        cursor = Cursor(stored["cursor"]["low"], tuple(stored["cursor"]["consumed"]))
-        return TrainState(
-            stored["step"], stored["target_step"], cursor, stored["incarnation"], stored["use_rslora"],
-            tensors["master"], tensors["exp_avg"], tensors["exp_avg_sq"],
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        text = f"checkpoint {path} cannot be read ({error}); remove it to go on from the one before"
-        raise RunError(reasons.STORAGE_ERROR, text) from error
-
-
-def prune(directory: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what interrupted writes left. Failures are left for later."""
-    kept = checkpoints(directory)[-keep:]
-    paths = {path for _, path in kept}
-    for step, path in step_directories(directory):
-        if path in paths or not kept or step > kept[-1][0]:
-            continue
-        doomed = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex}")  # a half-deleted one must not look complete
-        try:
+        whole = checkpoints(directory)
+        kept = whole[-keep:]
+        paths = {path for _, path in kept}
+        if keep_best:
+            scored = [(score, step, path) for step, path in whole if (score := _score(path)) is not None]
+            paths.update(path for _, _, path in sorted(scored, key=lambda item: item[:2])[-1:])
+        for step, path in step_directories(directory):
+            if path in paths or not kept or step > kept[-1][0]:
+                continue
+            doomed = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex}")  # half deleted it must not look complete
             path.rename(doomed)
-        except OSError:
-            continue
-    for path in directory.glob(".tmp-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        for path in directory.glob(".tmp-*"):
+            shutil.rmtree(path, ignore_errors=True)
+    except OSError as error:
+        log.warning("old checkpoints in %s stay for now (%s)", directory, error)
+
+
+def _score(path: Path) -> float | None:
+    """What state.json says; None where there is none."""
+    try:
+        score = json.loads((path / STATE_FILE).read_text()).get("score")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def _state_json(identity: Identity, state: TrainState, files: dict[str, Any]) -> dict[str, Any]:
-    return {
+    stored: dict[str, Any] = {
         "format": FORMAT,
         "step": state.step,
         "target_step": state.target_step,
@@ -145,29 +189,31 @@ def _state_json(identity: Identity, state: TrainState, files: dict[str, Any]) ->
         "identity": asdict(identity),
         "files": files,
     }
+    if state.score is not None:
+        stored["score"] = float(state.score)
+    if (partial := state.partial) is not None:
+        stored["partial"] = {
+            "denominator": partial.denominator,
+            "groups": partial.groups,
+            "reward_sum": partial.reward_sum,
+            "samples": partial.samples,
+        }
+    return stored
 
 
-def check_identity(path: Path, stored: dict[str, Any], identity: Identity) -> None:
-    """Refuse what belongs to another run, base model or data file.
-
-    Raises:
-        RunError: CheckpointMismatch naming the field that differs.
-    """
-    if stored["format"] != FORMAT:
-        raise RunError(
-            reasons.CHECKPOINT_MISMATCH, f"checkpoint {path}: format is {stored['format']}, this version reads {FORMAT}"
-        )
-    wanted = json.loads(json.dumps(asdict(identity)))
-    for field, value in wanted.items():
-        found = stored["identity"].get(field)
-        if found != value:
-            raise RunError(
-                reasons.CHECKPOINT_MISMATCH,
-                f"checkpoint {path}: {field} is {found!r}, the run's is {value!r}; restore it, or start a new run",
-            )
+def _tensors(state: TrainState) -> dict[str, Tensor]:
+    tensors = {"master": state.master, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+    if state.partial is not None:
+        tensors[PARTIAL_GRAD] = state.partial.grad
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(device="cpu", copy=True).contiguous()
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What state.json says of a file: its size and SHA-256."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
@@ -184,11 +230,18 @@ def _put(temporary: Path, final: Path) -> None:
     elif not is_whole(final):
         final.rename(final.with_name(f".tmp-{final.name}-{uuid.uuid4().hex}"))
         temporary.rename(final)
-    elif (final / STATE_FILE).read_bytes() == (temporary / STATE_FILE).read_bytes():  # it has every file's digest
+    elif _same(temporary, final):
         shutil.rmtree(temporary, ignore_errors=True)
     else:
         _replace(temporary, final)
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
+
+
+def _same(temporary: Path, final: Path) -> bool:
+    """Whether both say the same (state.json has every file's digest), and the old one's files are what it says."""
+    state = (temporary / STATE_FILE).read_bytes()
+    files = json.loads(state)["files"]
+    return (final / STATE_FILE).read_bytes() == state and all(describe(final / n) == files[n] for n in files)
 
 
 def _replace(temporary: Path, final: Path) -> None:
@@ -200,7 +253,7 @@ def _replace(temporary: Path, final: Path) -> None:
     except OSError:
         aside.rename(final)
         raise
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -208,22 +261,17 @@ def _sync(directory: Path) -> None:
     for path in directory.iterdir():
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_directory(directory)
 
 
 def same_layout(state: TrainState, like: Tensor) -> bool:
-    """Whether the stored tensors fit an adapter's flat buffer."""
-    return all(t.shape == like.shape and t.dtype == like.dtype for t in (state.master, state.exp_avg, state.exp_avg_sq))
+    """Whether the stored tensors fit an adapter's flat buffer [elements]."""
+    sums = state.partial.grad.flatten(0, 1) if state.partial else ()
+    tensors = [state.master, state.exp_avg, state.exp_avg_sq, *sums]
+    return all(t.shape == like.shape and t.dtype == like.dtype for t in tensors)
 
 
 def is_finite(state: TrainState) -> bool:
     """Whether every stored value is finite."""
-    return all(bool(torch.isfinite(t).all()) for t in (state.master, state.exp_avg, state.exp_avg_sq))
+    tensors = [state.master, state.exp_avg, state.exp_avg_sq, *([state.partial.grad] if state.partial else [])]
+    return all(bool(torch.isfinite(t).all()) for t in tensors)

@@ -1,31 +1,28 @@
 """An adapter as others read it: a flat buffer for engines, a PEFT directory for people and checkpoints.
 
-Called by rank.py and checkpoint.py. Tensors carry the compute type (float32 for a float64 trainer) and true rank; q, k
+Called by rank.py. Tensors carry the compute type (float32 for a float64 trainer) and true rank; q, k
 and v have an A of their own.
 """
 
 import hashlib
-import json
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from lorafleet_runtime.storage import CONFIG_FILE, WEIGHTS_FILE
 from lorafleet_runtime.trainer.lora import SlotAdapter
 from lorafleet_runtime.types import Manifest, TensorEntry
 
 
-def flat_export(adapter: SlotAdapter, base_model: str) -> tuple[Manifest, bytes]:
+def flat_export(adapter: SlotAdapter, weights: Tensor, base_model: str) -> tuple[Manifest, bytes]:
     """The adapter in one buffer, tensors in manifest order without gaps.
 
     Args:
         adapter: of a live slot.
+        weights: [elements] of the whole adapter, in the compute type and the canonical layout.
         base_model: name or path that engines know the base model by.
     """
-    flat = _flat(adapter)
+    flat = _flat(weights)
     buffer = flat.view(torch.uint8).numpy().tobytes()
     size = flat.element_size()
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if flat.dtype == torch.bfloat16 else "float32"
@@ -35,7 +32,7 @@ def flat_export(adapter: SlotAdapter, base_model: str) -> tuple[Manifest, bytes]
         target_modules=adapter.targets,
         base_model=base_model,
         dtype=dtype,
-        tensors=tuple(TensorEntry(e.key, e.shape, e.offset * size) for e in adapter.layout),
+        tensors=tuple(TensorEntry(e.key, e.shape, e.offset * size) for e in adapter.canonical_layout),
         num_bytes=len(buffer),
         digest=hashlib.sha256(buffer).hexdigest(),
         use_rslora=adapter.rslora,
@@ -60,18 +57,17 @@ def peft_config(adapter: SlotAdapter, base_model: str) -> dict[str, Any]:
     }
 
 
-def write_adapter(adapter: SlotAdapter, base_model: str, directory: Path) -> None:
-    """Write adapter_model.safetensors and adapter_config.json into an existing directory.
+def peft_tensors(adapter: SlotAdapter, weights: Tensor) -> dict[str, Tensor]:
+    """What adapter_model.safetensors holds: copies on the host by PEFT key.
 
-    Raises:
-        OSError: the disk refused.
+    Args:
+        adapter: of a live slot.
+        weights: [elements] of the whole adapter, in the compute type and the canonical layout.
     """
-    flat = _flat(adapter)
-    tensors = {entry.key: entry.view(flat).clone() for entry in adapter.layout}
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    (directory / CONFIG_FILE).write_text(json.dumps(peft_config(adapter, base_model), indent=2) + "\n")
+    flat = _flat(weights)
+    return {entry.key: entry.view(flat).clone() for entry in adapter.canonical_layout}
 
 
-def _flat(adapter: SlotAdapter) -> Tensor:
-    dtype = torch.float32 if adapter.dtype == torch.float64 else adapter.dtype
-    return adapter.weights.detach().to(device="cpu", dtype=dtype).contiguous()
+def _flat(weights: Tensor) -> Tensor:
+    dtype = torch.float32 if weights.dtype == torch.float64 else weights.dtype
+    return weights.detach().to(device="cpu", dtype=dtype).contiguous()

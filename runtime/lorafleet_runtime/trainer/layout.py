@@ -31,6 +31,10 @@ PARENT = {
 """HF module that holds a projection."""
 
 
+_ROW_PARALLEL = ("o", "down")
+"""Sites whose inputs are split over tensor-parallel ranks; the others have their outputs split."""
+
+
 class FlatTensor(NamedTuple):
     """One A or B matrix inside the flat buffer."""
 
@@ -41,6 +45,13 @@ class FlatTensor(NamedTuple):
     offset: int
     """In elements."""
     shape: tuple[int, int]
+    split: int | None = None
+    """Dimension that tensor-parallel ranks share; None for a matrix that each of them has whole."""
+
+    @property
+    def end(self) -> int:
+        """Offset behind the matrix, in elements."""
+        return self.offset + self.shape[0] * self.shape[1]
 
     @property
     def key(self) -> str:
@@ -49,22 +60,40 @@ class FlatTensor(NamedTuple):
 
     def view(self, flat: Tensor) -> Tensor:
         """This matrix as a view of `flat`."""
-        rows, columns = self.shape
-        return flat[self.offset : self.offset + rows * columns].view(rows, columns)
+        return flat[self.offset : self.end].view(self.shape)
 
 
-def flat_layout(shape: ModelShape, rank: int, targets: Sequence[str]) -> tuple[FlatTensor, ...]:
-    """Every A and B of an adapter in buffer order, layer by layer and site by site: [A of each target | B of each]."""
+def flat_layout(
+    shape: ModelShape, rank: int, targets: Sequence[str], tensor_parallel: int = 1
+) -> tuple[FlatTensor, ...]:
+    """Every A and B of an adapter in buffer order, layer by layer and site by site: [A of each target | B of each].
+
+    Args:
+        shape: of the base model.
+        rank: LoRA rank.
+        targets: HF projection names.
+        tensor_parallel: sizes are those of one of this many ranks; 1 is the canonical layout of files and exports.
+    """
     layout: list[FlatTensor] = []
     offset = 0
     for layer in range(shape.num_layers):
-        for projections in SITES.values():
+        for site, projections in SITES.items():
             chosen = [p for p in projections if p in targets]
             for kind in ("lora_A", "lora_B"):
                 for projection in chosen:
                     inputs, outputs = shape.projection_size(projection)
-                    size = (rank, inputs) if kind == "lora_A" else (outputs, rank)
+                    size = [rank, inputs] if kind == "lora_A" else [outputs, rank]
+                    split = _split_dimension(site, kind)
+                    if split is not None:
+                        size[split] //= tensor_parallel
                     module = f"model.layers.{layer}.{PARENT[projection]}.{projection}"
-                    layout.append(FlatTensor(module, kind, offset, size))
-                    offset += size[0] * size[1]
+                    layout.append(FlatTensor(module, kind, offset, (size[0], size[1]), split))
+                    offset = layout[-1].end
     return tuple(layout)
+
+
+def _split_dimension(site: str, kind: str) -> int | None:
+    """As Megatron splits the frozen weight: B's rows where outputs are split, A's columns where inputs are."""
+    if site in _ROW_PARALLEL:
+        return 1 if kind == "lora_A" else None
+    return 0 if kind == "lora_B" else None

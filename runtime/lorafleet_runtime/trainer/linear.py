@@ -22,8 +22,15 @@ class _LoraSite:
         """Bind the layer to the context that model.py fills before each pass."""
         self._context, self._key, self._columns = context, (layer, site), columns
 
-    def apply_lora(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The linear with the adapters of this pass, or None when no row has one here."""
+    def apply_lora(self, x: Tensor, weight: Tensor, bias: Tensor | None, sum_input_gradient: bool) -> Tensor | None:
+        """The linear with the adapters of this pass, or None when no row has one here.
+
+        Args:
+            x: [..., in].
+            weight: this rank's share.
+            bias: this rank's share, or None.
+            sum_input_gradient: every rank has a part of it (Megatron's allreduce_dgrad).
+        """
         if self._context is None:
             return None
         work = tuple(
@@ -31,14 +38,15 @@ class _LoraSite:
             for segment in self._context.segments
             if self._key in segment.adapter.sites
         )
-        return lora_linear(x, weight, bias, LoraPlan(work, self._columns)) if work else None
+        ranks = self._context.ranks if sum_input_gradient else None
+        return lora_linear(x, weight, bias, LoraPlan(work, self._columns, ranks)) if work else None
 
 
 class LoraColumnParallelLinear(_LoraSite, ColumnParallelLinear):  # type: ignore[misc, unused-ignore]
     """q, k, v or gate, up."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        y = self.apply_lora(input, weight, kwargs.get("bias"))
+        y = self.apply_lora(input, weight, kwargs.get("bias"), kwargs["allreduce_dgrad"])
         return super()._forward_impl(input, weight, *args, **kwargs) if y is None else y
 
 
@@ -46,5 +54,5 @@ class LoraRowParallelLinear(_LoraSite, RowParallelLinear):  # type: ignore[misc,
     """o or down."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        y = self.apply_lora(input, weight, kwargs.get("bias"))
+        y = self.apply_lora(input, weight, kwargs.get("bias"), kwargs["allreduce_dgrad"])
         return super()._forward_impl(input, weight, *args, **kwargs) if y is None else y

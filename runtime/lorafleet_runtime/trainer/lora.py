@@ -1,8 +1,11 @@
 """LoRA adapters of the live slots, and the linear operation that applies them to packed rows.
 
 A `SlotAdapter` keeps one run's A and B matrices in a flat buffer at true rank: masters, gradient sum, and, below
-float32, a compute copy. The layout is layout.py's: [A of each target | B of each target] at each site, so the A
-matrices of one site lie side by side and one GEMM serves q, k and v (or gate and up) although each has its own A.
+float32 or with data-parallel ranks, a compute copy. The layout is layout.py's: [A of each target | B of each target] at
+each site, so the A matrices of one site lie side by side and one GEMM serves q, k and v (or gate and up) although each
+has its own A. A tensor-parallel rank has its share of each matrix, as Megatron splits the frozen weight, and needs no
+collectives of its own: the model's sum over ranks of a layer's output (o, down) or input gradient (qkv, gate_up) covers
+the adapters' part.
 
 `lora_linear` is called by linear.py inside the model. It loops over row segments and never masks: a NaN in one slot
 stays in that slot's rows. Slots without rows cost nothing.
@@ -16,7 +19,11 @@ import torch
 from torch import Tensor
 
 from lorafleet_runtime.trainer.layout import PARENT, SITES, FlatTensor, flat_layout
+from lorafleet_runtime.trainer.parallel import Ranks
 from lorafleet_runtime.trainer.shape import ModelShape
+from lorafleet_runtime.trainer.shares import Shares
+
+_SINGLE = Ranks(0, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class SlotAdapter:
         dtype: compute type; masters and gradient sums are float32, or float64 when this is.
         device: of the base model.
         rslora: scale by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023).
+        ranks: of the trainer; one without them.
     """
 
     shape: ModelShape
@@ -62,25 +70,33 @@ class SlotAdapter:
     dtype: torch.dtype
     device: torch.device
     rslora: bool = False
+    ranks: Ranks = _SINGLE
     layout: tuple[FlatTensor, ...] = field(init=False)
+    """Of this rank's share of the matrices."""
+    shares: Shares = field(init=False)
     master: Tensor = field(init=False)
-    """[elements], what the optimizer updates."""
+    """[own elements], what the optimizer updates: everything, or with data-parallel ranks this rank's share."""
     grad: Tensor = field(init=False)
-    """[elements], sum over the tokens of all accumulated groups."""
+    """[elements], sum over the tokens of the groups that this rank has seen since the last step."""
     weights: Tensor = field(init=False)
-    """[elements] in the compute type; the masters themselves when the types agree."""
+    """[elements] in the compute type; the masters themselves when the types agree and nobody else has a share."""
     sites: dict[tuple[int, str], SiteWeights] = field(init=False)
 
     def __post_init__(self) -> None:
         """Allocate the buffers, all zero."""
-        self.layout = flat_layout(self.shape, self.rank, self.targets)
-        last = self.layout[-1]
-        size = last.offset + last.shape[0] * last.shape[1]
+        self.layout = flat_layout(self.shape, self.rank, self.targets, self.ranks.tp)
+        self.shares = Shares(self.layout, self.ranks)
         master_type = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.master = torch.zeros(size, dtype=master_type, device=self.device)
-        self.grad = torch.zeros_like(self.master)
-        self.weights = self.master if self.dtype == master_type else self.master.to(self.dtype)
+        self.grad = torch.zeros(self.layout[-1].end, dtype=master_type, device=self.device)
+        self.master = self.grad.new_zeros(self.shares.own_size)
+        alone = self.ranks.dp == 1 and self.dtype == master_type
+        self.weights = self.master if alone else torch.zeros_like(self.grad, dtype=self.dtype)
         self.sites = self._make_sites()
+
+    @property
+    def canonical_layout(self) -> tuple[FlatTensor, ...]:
+        """Of the whole adapter, as files and exports hold it."""
+        return self.layout if self.ranks.tp == 1 else flat_layout(self.shape, self.rank, self.targets)
 
     @property
     def scale(self) -> float:
@@ -88,9 +104,18 @@ class SlotAdapter:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def refresh(self) -> None:
-        """Bring the compute copy up to date after the masters changed."""
+        """Bring the compute copy up to date after the masters changed, on every rank."""
         if self.weights is not self.master:
-            self.weights.copy_(self.master)
+            self.weights.copy_(self.shares.whole(self.master.to(self.dtype)))
+
+    def install(self, master: Tensor) -> None:
+        """Take new weights.
+
+        Args:
+            master: [elements] of the whole adapter, in the canonical layout.
+        """
+        self.master.copy_(self.shares.own(master))
+        self.refresh()
 
     def _make_sites(self) -> dict[tuple[int, str], SiteWeights]:
         entries = {(entry.module, entry.kind): entry for entry in self.layout}
@@ -125,6 +150,7 @@ class Segment(NamedTuple):
 class LoraContext:
     """Which rows of the pass under way use which adapter; model.py sets it before each pass."""
 
+    ranks: Ranks
     segments: tuple[Segment, ...] = ()
 
 
@@ -143,6 +169,8 @@ class LoraPlan(NamedTuple):
     """(matrices, first row, end row) per slot."""
     columns: tuple[Columns, ...]
     """Where each projection of the site lies in the output."""
+    ranks: Ranks | None = None
+    """Over which the gradient of the input is summed; None where it is whole."""
 
 
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LoraPlan) -> Tensor:
@@ -197,6 +225,8 @@ class _LoraLinear(torch.autograd.Function):
             _add_product(site.grad_a, dh.t(), x[start:end])
             if dx is not None:
                 dx[start:end].addmm_(dh, site.a)
+        if dx is not None and ctx.plan.ranks is not None:
+            ctx.plan.ranks.sum_over_tp(dx)
         return dx, None, None, None, None
 
 

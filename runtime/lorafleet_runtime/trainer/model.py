@@ -1,8 +1,9 @@
 """The frozen base model: a megatron-core GPTModel filled from Hugging Face files.
 
-Owned by rank.py, which hands it packed passes. With linear.py the only module that imports megatron. Runs on one rank
-with tensor and data parallel size 1. It patches nothing: packed rows, rotary tables and LoRA reach the layers through
-a PackedSeqParams subclass and a context object.
+Owned by rank.py; passes.py hands it packed passes. With linear.py the only module that imports megatron. A
+tensor-parallel rank has Megatron's share of each matrix and of the vocabulary; data-parallel ranks are alike and never
+meet here. It patches nothing: packed rows, rotary tables and LoRA reach the layers through a PackedSeqParams subclass
+and a context object.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -21,9 +21,12 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig, Transformer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lorafleet_runtime.errors import ConfigError
 from lorafleet_runtime.trainer.attention import GroupRows, Layout, PrefixSharedAttention, make_layout
 from lorafleet_runtime.trainer.linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from lorafleet_runtime.trainer.lora import Columns, LoraContext, Segment
+from lorafleet_runtime.trainer.losses.head import Vocabulary
+from lorafleet_runtime.trainer.parallel import COLLECTIVE_TIMEOUT_SECONDS, Ranks
 from lorafleet_runtime.trainer.shape import ModelShape, read_shape
 from lorafleet_runtime.trainer.weights import Target, load_weights
 
@@ -40,30 +43,34 @@ class BaseModel:
         directory: with config.json and *.safetensors.
         dtype: compute type.
         device: where the parameters live.
+        ranks: of the trainer.
         recompute: compute each layer's activations again in the backward pass instead of keeping them.
 
     Raises:
-        ConfigError: config.json or the weights do not fit.
+        ConfigError: config.json or the weights do not fit, or cannot be split over the tensor-parallel ranks.
     """
 
     def __init__(
-        self, directory: str | Path, dtype: torch.dtype, device: torch.device, recompute: bool = False
+        self, directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks, recompute: bool = False
     ) -> None:
         """Build and fill the model."""
         self.shape = read_shape(directory)
+        _check_split(self.shape, ranks.tp)
         self.dtype, self.device, self.recompute = dtype, device, recompute
-        self._context = LoraContext()
-        _start_single_rank(device)
+        self._ranks, self._context = ranks, LoraContext(ranks)
+        if not parallel_state.model_parallel_is_initialized():
+            minutes = COLLECTIVE_TIMEOUT_SECONDS // 60
+            parallel_state.initialize_model_parallel(ranks.tp, distributed_timeout_minutes=minutes)
         self._model = _build(self.shape, dtype, device)
-        load_weights(directory, _targets(self._model, self.shape), self.shape.tied)
+        load_weights(directory, _targets(self._model, self.shape, ranks), self.shape.tied)
         self._attach()
 
     @property
-    def head_weight(self) -> Tensor:
-        """[vocabulary, hidden]: the output projection."""
+    def vocabulary(self) -> Vocabulary:
+        """This rank's rows of the output projection."""
         tied = self.shape.tied
         weight: Tensor = (self._model.embedding.word_embeddings if tied else self._model.output_layer).weight
-        return weight
+        return Vocabulary(weight, self._ranks)
 
     def hidden(self, ids: Tensor, groups: tuple[GroupRows, ...], segments: Sequence[Segment]) -> Tensor:
         """Final hidden states of one packed pass, after the last norm.
@@ -78,7 +85,7 @@ class BaseModel:
         Returns:
             [T, hidden].
         """
-        layout = make_layout(groups, self.shape.head_dim, self.shape.rope_theta, self.device, self.dtype)
+        layout = make_layout(groups, self.shape.head_dim, self.shape.rope, self.device, self.dtype)
         packed = _packed(layout, self.device)
         self._context.segments = tuple(segments)
         x = self._model.embedding(ids[None], None)
@@ -91,20 +98,20 @@ class BaseModel:
         return out[:, 0]
 
     def logits(self, ids: Tensor, segments: Sequence[Segment] = ()) -> Tensor:
-        """[T, vocabulary] for one plain sequence, for tests and probes; training never holds all logits."""
+        """[T, this rank's vocabulary] for one plain sequence, for tests and probes; training never holds all logits."""
         with torch.no_grad():
-            return self.hidden(ids, (GroupRows(len(ids)),), segments) @ self.head_weight.t()
+            return self.hidden(ids, (GroupRows(len(ids)),), segments) @ self.vocabulary.weight.t()
 
     def _attach(self) -> None:
-        kv_groups = self.shape.num_kv_heads
-        query_width = self.shape.num_heads // kv_groups * self.shape.head_dim
+        kv_groups = self.shape.num_kv_heads // self._ranks.tp
+        query_width = self.shape.num_heads // self.shape.num_kv_heads * self.shape.head_dim
         width = self.shape.head_dim
         qkv = (
             Columns(kv_groups, 0, query_width),
             Columns(kv_groups, query_width, query_width + width),
             Columns(kv_groups, query_width + width, query_width + 2 * width),
         )
-        ffn, hidden = self.shape.ffn_size, self.shape.hidden_size
+        ffn, hidden = self.shape.ffn_size // self._ranks.tp, self.shape.hidden_size
         for i, layer in enumerate(self._model.decoder.layers):
             attention, mlp = layer.self_attention, layer.mlp
             attention.linear_qkv.attach(self._context, i, "qkv", qkv)
@@ -131,13 +138,16 @@ def _packed(layout: Layout, device: torch.device) -> _PackedPass:
     )
 
 
-def _start_single_rank(device: torch.device) -> None:
-    """Megatron's layers ask for process groups even on one rank; an in-memory store needs no port."""
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+def _check_split(shape: ModelShape, tp: int) -> None:
+    """Refuse what Megatron could only pad or replicate."""
+    for name, size in (
+        ("num_key_value_heads", shape.num_kv_heads), ("num_attention_heads", shape.num_heads),
+        ("intermediate_size", shape.ffn_size), ("vocab_size", shape.vocab_size),
+    ):  # fmt: skip
+        if size % tp:
+            raise ConfigError(
+                f"trainer.tensorParallel: {tp} does not divide the base model's {name} {size}; use a divisor of it"
+            )
 
 
 def _build(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Any:
@@ -191,33 +201,36 @@ def _submodules(spec: Any) -> Any:
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
 
 
-def _targets(model: Any, shape: ModelShape) -> dict[str, Target]:
+def _targets(model: Any, shape: ModelShape, ranks: Ranks) -> dict[str, Target]:
     """HF key to the place in the model; megatron holds q, k, v per KV group and [gate; up] in one matrix."""
-    hidden, ffn, width = shape.hidden_size, shape.ffn_size, shape.head_dim
+    tp, rows, columns = ranks.tp, (0, ranks.tp_rank), (1, ranks.tp_rank)
+    hidden, ffn, width = shape.hidden_size, shape.ffn_size // tp, shape.head_dim
+    table = (shape.vocab_size, hidden)
     targets = {
-        "model.embed_tokens.weight": _whole(model.embedding.word_embeddings.weight),
+        "model.embed_tokens.weight": Target(model.embedding.word_embeddings.weight, table, rows),
         "model.norm.weight": _whole(model.decoder.final_layernorm.weight),
     }
     if not shape.tied:
-        targets["lm_head.weight"] = _whole(model.output_layer.weight)
-    queries = shape.num_heads // shape.num_kv_heads
+        targets["lm_head.weight"] = Target(model.output_layer.weight, table, rows)
+    queries, kv_groups = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads // tp
     heads = {"q": slice(0, queries), "k": slice(queries, queries + 1), "v": slice(queries + 1, queries + 2)}
     for i, layer in enumerate(model.decoder.layers):
         attention, mlp, prefix = layer.self_attention, layer.mlp, f"model.layers.{i}."
-        qkv = attention.linear_qkv.weight.view(shape.num_kv_heads, queries + 2, width, hidden)
+        qkv = attention.linear_qkv.weight.view(kv_groups, queries + 2, width, hidden)
         for name, part in heads.items():
-            rows = shape.projection_size(f"{name}_proj")[1]
-            targets[f"{prefix}self_attn.{name}_proj.weight"] = Target(qkv[:, part], (rows, hidden))
+            outputs = shape.projection_size(f"{name}_proj")[1]
+            targets[f"{prefix}self_attn.{name}_proj.weight"] = Target(qkv[:, part], (outputs, hidden), rows)
             if shape.qkv_bias:
-                bias = attention.linear_qkv.bias.view(shape.num_kv_heads, queries + 2, width)
-                targets[f"{prefix}self_attn.{name}_proj.bias"] = Target(bias[:, part], (rows,))
+                bias = attention.linear_qkv.bias.view(kv_groups, queries + 2, width)
+                targets[f"{prefix}self_attn.{name}_proj.bias"] = Target(bias[:, part], (outputs,), rows)
         if shape.qk_norm:
             targets[f"{prefix}self_attn.q_norm.weight"] = _whole(attention.q_layernorm.weight)
             targets[f"{prefix}self_attn.k_norm.weight"] = _whole(attention.k_layernorm.weight)
-        targets[f"{prefix}self_attn.o_proj.weight"] = _whole(attention.linear_proj.weight)
-        targets[f"{prefix}mlp.gate_proj.weight"] = _whole(mlp.linear_fc1.weight[:ffn])
-        targets[f"{prefix}mlp.up_proj.weight"] = _whole(mlp.linear_fc1.weight[ffn:])
-        targets[f"{prefix}mlp.down_proj.weight"] = _whole(mlp.linear_fc2.weight)
+        o_size, down_size = (shape.projection_size(name)[::-1] for name in ("o_proj", "down_proj"))
+        targets[f"{prefix}self_attn.o_proj.weight"] = Target(attention.linear_proj.weight, o_size, columns)
+        targets[f"{prefix}mlp.gate_proj.weight"] = Target(mlp.linear_fc1.weight[:ffn], (ffn * tp, hidden), rows)
+        targets[f"{prefix}mlp.up_proj.weight"] = Target(mlp.linear_fc1.weight[ffn:], (ffn * tp, hidden), rows)
+        targets[f"{prefix}mlp.down_proj.weight"] = Target(mlp.linear_fc2.weight, down_size, columns)
         targets[f"{prefix}input_layernorm.weight"] = _whole(layer.input_layernorm.weight)
         targets[f"{prefix}post_attention_layernorm.weight"] = _whole(layer.pre_mlp_layernorm.weight)
     return targets

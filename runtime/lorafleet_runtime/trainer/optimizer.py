@@ -1,6 +1,7 @@
-"""One AdamW per slot over the adapter's flat buffer, with the run's own clock, schedule and clipping.
+"""One AdamW per slot over the adapter's masters, with the run's own clock, schedule and clipping.
 
 Called by rank.py at step time. A run that produces a gradient that is not finite is reported and touches nobody else.
+With data-parallel ranks each one updates its own share of the masters (shares.py).
 """
 
 import math
@@ -9,42 +10,24 @@ import torch
 from torch import Tensor
 
 from lorafleet_api.v1alpha1.adapterrun import Optimizer
-
-
-def learning_rate(settings: Optimizer, step: int, target_step: int) -> float:
-    """Learning rate of an optimizer step.
-
-    It rises linearly from 0, reaches lr at step max(warmupSteps, 1), and with schedule linear or cosine falls to minLr
-    at step targetStep.
-
-    Args:
-        settings: of the run.
-        step: the step about to be made, counted from 1.
-        target_step: horizon of the schedule.
-    """
-    if step < settings.warmup_steps:
-        return settings.lr * step / settings.warmup_steps
-    peak = max(settings.warmup_steps, 1)
-    if settings.schedule == "constant" or target_step <= peak:
-        return settings.lr
-    progress = min((step - peak) / (target_step - peak), 1.0)
-    share = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return settings.min_lr + (settings.lr - settings.min_lr) * share
+from lorafleet_runtime.trainer.lora import SlotAdapter
+from lorafleet_runtime.trainer.schedule import learning_rate
 
 
 class SlotOptimizer:
     """AdamW of one run.
 
     Args:
-        master: [elements], float32 (float64 in tests); updated in place.
+        adapter: whose masters, float32 (float64 in tests), are updated in place.
         settings: of the run.
         target_step: horizon of the learning-rate schedule.
     """
 
-    def __init__(self, master: Tensor, settings: Optimizer, target_step: int) -> None:
+    def __init__(self, adapter: SlotAdapter, settings: Optimizer, target_step: int) -> None:
         """Start at step 0 with zero moments."""
         self.settings, self.target_step = settings, target_step
         self.step_count = 0
+        self._shares, master = adapter.shares, adapter.master
         self._parameter = torch.nn.Parameter(master)
         self._adamw = torch.optim.AdamW(
             [self._parameter],
@@ -57,12 +40,12 @@ class SlotOptimizer:
 
     @property
     def moments(self) -> tuple[Tensor, Tensor]:
-        """(exp_avg, exp_avg_sq), each [elements]."""
+        """(exp_avg, exp_avg_sq), each [own elements]."""
         state = self._adamw.state[self._parameter]
         return state["exp_avg"], state["exp_avg_sq"]
 
     def restore(self, step: int, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Continue from a checkpoint."""
+        """Continue from a checkpoint; moments are this rank's own, [own elements]."""
         self.step_count = step
         self._adamw.state[self._parameter] = {
             "step": torch.tensor(float(step), dtype=torch.float32),
@@ -74,12 +57,12 @@ class SlotOptimizer:
         """Clip and step.
 
         Args:
-            grad: [elements]; scaled in place when it is clipped.
+            grad: [own elements], summed over all ranks; scaled in place when it is clipped.
 
         Returns:
             (learning rate, gradient norm before clipping), or None when the norm is not finite and nothing was changed.
         """
-        norm = float(torch.linalg.vector_norm(grad))
+        norm = self._shares.norm(grad)
         if not math.isfinite(norm):
             return None
         if self.settings.clip_grad > 0:

@@ -1,33 +1,39 @@
 """One trainer rank: the frozen base model, a slot per run, and the calls of docs/interfaces.md section 6.
 
-Called by the loop through actor.py, one call at a time. A fault of one run is a value or a RunError and changes nothing
-of another run; any other exception means that this rank's accumulators cannot be trusted, and every later call that
-would use them is refused.
+Called by the loop through actor.py, one call at a time, with the same arguments on every rank. A fault of one run is a
+value or a RunError, the same on every rank, and changes nothing of another run; any other exception means that this
+trainer's accumulators cannot be trusted, and every later call that would use them is refused. Only rank 0 reads and
+writes files.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
+from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.errors import ConfigError, RunError, RuntimeFault
-from lorafleet_runtime.storage import inside, step_of
+from lorafleet_runtime.storage import inside, run_directory
 from lorafleet_runtime.trainer import checkpoint as checkpoints
-from lorafleet_runtime.trainer.admit import check_group, check_load
-from lorafleet_runtime.trainer.batch import MicroBatch, Work, make_micro_batch, pack, split_group
-from lorafleet_runtime.trainer.export import flat_export, write_adapter
-from lorafleet_runtime.trainer.initial import init_kaiming, load_peft
-from lorafleet_runtime.trainer.layout import PROJECTIONS
-from lorafleet_runtime.trainer.lora import Segment, SlotAdapter
-from lorafleet_runtime.trainer.losses.head import head_logprobs, head_loss
-from lorafleet_runtime.trainer.losses.policy import LossParams, PolicyTokens, policy_loss
+from lorafleet_runtime.trainer.admit import check_load
+from lorafleet_runtime.trainer.checkpoint import Identity, Save, TrainState
+from lorafleet_runtime.trainer.export import flat_export, peft_config, peft_tensors
+from lorafleet_runtime.trainer.initial import init_fresh, load_peft
+from lorafleet_runtime.trainer.layout import PROJECTIONS, flat_layout
+from lorafleet_runtime.trainer.lora import SlotAdapter
+from lorafleet_runtime.trainer.losses.policy import LossParams
 from lorafleet_runtime.trainer.model import BaseModel
 from lorafleet_runtime.trainer.optimizer import SlotOptimizer
-from lorafleet_runtime.trainer.slot import Slot, Tally, count, observe, train_state
+from lorafleet_runtime.trainer.parallel import Ranks
+from lorafleet_runtime.trainer.passes import admit, run_passes
+from lorafleet_runtime.trainer.record import FOLDER, StepRecorder
+from lorafleet_runtime.trainer.record_files import Start, StepFigures, describe_run
+from lorafleet_runtime.trainer.restore import newest_state
+from lorafleet_runtime.trainer.slot import Slot, count
 from lorafleet_runtime.trainer.snapshot import Snapshots
 from lorafleet_runtime.trainer.warm_start import init_directory, read_peft_config
 from lorafleet_runtime.trainer.weights import base_digest
@@ -47,14 +53,15 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TrainerRank:
-    """A single-rank trainer.
+    """One rank of a trainer.
 
     Args:
         pool_spec: of the pool; baseModel.dtype is the compute type.
         model_path: directory with the base model's HF files.
         storage_root: shared storage; relative paths in LoadRequests are taken from here.
         dtype: compute type instead of the pool's; tests use float64.
-        snapshots: folder on this node for the state after each step; None keeps none.
+        snapshots: folder on rank 0's node for the state after each step; None keeps none.
+        ranks: of the trainer, as the pool's trainer asks for; None starts a single one.
 
     Raises:
         ConfigError: the pool asks for what this trainer does not do, or the model's files do not fit.
@@ -67,25 +74,26 @@ class TrainerRank:
         storage_root: str,
         dtype: torch.dtype | None = None,
         snapshots: Path | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Load the base model."""
-        for name, size in (
-            ("dataParallel", pool_spec.trainer.data_parallel), ("tensorParallel", pool_spec.trainer.tensor_parallel)
-        ):  # fmt: skip
-            if size != 1:
-                raise ConfigError(
-                    f"trainer.{name}: {size} is not supported; this trainer runs on one rank, set it to 1"
-                )
+        trainer = pool_spec.trainer
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._ranks = ranks = ranks or Ranks.start(0, 1, 1, None, device)
+        if (trainer.data_parallel, trainer.tensor_parallel) != (ranks.dp, ranks.tp):
+            raise ConfigError(
+                f"trainer: dataParallel {trainer.data_parallel} x tensorParallel {trainer.tensor_parallel} ranks are "
+                f"asked for, {ranks.dp} x {ranks.tp} were started"
+            )
         self._pool = pool_spec
         self._storage = Path(storage_root)
         self._base_name = pool_spec.base_model.name or pool_spec.base_model.path or model_path
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._digest = base_digest(model_path)
-        self._model = BaseModel(
-            model_path, dtype or _DTYPES[pool_spec.base_model.dtype], device, pool_spec.trainer.recompute
-        )
+        self._digest = ranks.on_first(lambda: base_digest(model_path))
+        dtype = dtype or _DTYPES[pool_spec.base_model.dtype]
+        self._model = BaseModel(model_path, dtype, device, ranks, trainer.recompute)
         self._slots: dict[int, Slot] = {}
-        self._snapshots = Snapshots(snapshots)
+        self._keeps_snapshots = snapshots is not None
+        self._snapshots = Snapshots(snapshots if ranks.is_first else None)
         self._torn = False
 
     def load(self, request: LoadRequest) -> Loaded:
@@ -97,42 +105,53 @@ class TrainerRank:
         spec = check_load(request, self._pool, self.slots())
         chosen = spec.target_modules or self._pool.target_modules
         targets = tuple(p for p in PROJECTIONS if p in chosen)  # one order whatever the spec says
-        identity = checkpoints.Identity(
-            request.uid, self._digest, request.data_digest, spec.rank, spec.lora_alpha, targets
+        identity = Identity(request.uid, self._digest, request.data_digest, spec.rank, spec.lora_alpha, targets)
+        state, passed_over = self._ranks.on_first(lambda: self._state(request, spec, identity))
+        model = self._model
+        adapter = SlotAdapter(
+            model.shape, spec.rank, spec.lora_alpha, targets, model.dtype, model.device, state.use_rslora, self._ranks
         )
-        state, source, rslora = self._stored(request, identity), None, False
-        if state is not None:
-            rslora = state.use_rslora
-        elif spec.init_from is not None:
+        # A resumed run keeps its first horizon: the steps that it made followed that one, and so would a live run.
+        optimizer = SlotOptimizer(adapter, spec.optimizer, state.target_step)
+        slot = Slot(request.uid, spec, LossParams.from_spec(spec), adapter, optimizer, identity, state.incarnation)
+        if spec.record_steps:
+            slot.recorder = self._recorder(request, slot, state)
+        slot.restore(state)
+        self._free(request.uid)
+        self._slots[request.slot] = slot
+        return Loaded(
+            request.uid, state.step, state.cursor, state.incarnation, slot.groups, slot.reward_sum, slot.samples,
+            passed_over,
+        )  # fmt: skip
+
+    def _state(
+        self, request: LoadRequest, spec: AdapterRunSpec, identity: Identity
+    ) -> tuple[TrainState, tuple[str, ...]]:
+        """What the run starts from, and what was passed over."""
+        layout = flat_layout(self._model.shape, spec.rank, identity.target_modules)
+        stored, passed_over = self._stored(request, identity)
+        if stored is not None:
+            _check_stored(stored, (layout[-1].end,), self._master_type)
+            return stored, passed_over
+        if spec.init_from is not None:
             source = init_directory(spec.init_from, self._storage)
             rslora = read_peft_config(source, spec.rank, spec.lora_alpha)
-        model = self._model
-        adapter = SlotAdapter(model.shape, spec.rank, spec.lora_alpha, targets, model.dtype, model.device, rslora)
-        # A resumed run keeps its first horizon: the steps that it made followed that one, and so would a live run.
-        horizon = request.target_step if state is None else state.target_step
-        optimizer = SlotOptimizer(adapter.master, spec.optimizer, horizon)
-        if state is not None:
-            self._restore(state, adapter, optimizer)
-        elif source is not None:
-            load_peft(adapter, source)
+            master = load_peft(layout, source)
         else:
-            init_kaiming(adapter, spec.init_seed)
-        self._free(request.uid)
-        made_by = state.incarnation if state else ""
-        self._slots[request.slot] = Slot(
-            request.uid, spec, LossParams.from_spec(spec), adapter, optimizer, identity, made_by
-        )
-        return Loaded(request.uid, optimizer.step_count, state.cursor if state else Cursor(), made_by)
+            rslora, master = False, init_fresh(layout, spec.init_scheme, spec.init_seed)
+        zero = torch.zeros_like(master)
+        return TrainState(0, request.target_step, Cursor(), "", rslora, master, zero, zero), passed_over
 
-    def _stored(self, request: LoadRequest, identity: checkpoints.Identity) -> checkpoints.TrainState | None:
-        """The newest state to go on from."""
+    @property
+    def _master_type(self) -> torch.dtype:
+        return torch.float64 if self._model.dtype == torch.float64 else torch.float32
+
+    def _stored(self, request: LoadRequest, identity: Identity) -> tuple[TrainState | None, tuple[str, ...]]:
+        """The newest state to go on from, and what was passed over."""
         snapshot = self._snapshots.read(identity)
         if request.checkpoint is None:
-            return snapshot
-        path = self._inside(request.checkpoint)
-        if snapshot is not None and snapshot.step > step_of(path):
-            return snapshot
-        return checkpoints.read_checkpoint(path, identity)
+            return snapshot, ()
+        return newest_state(self._inside(request.checkpoint), snapshot, identity)
 
     def drop(self, uid: str, keep_snapshot: bool = False) -> None:
         """Free the run's slot; a run that is not loaded is fine.
@@ -167,13 +186,9 @@ class TrainerRank:
         """
         self._check_whole()
         began = time.perf_counter()
-        faults, tallies = self._admit(groups)
-        work = [piece for number, tally in tallies.items() for piece in self._work(number, tally)]
-        rows = 0
+        faults, tallies = admit(groups, self._slots, self._model.shape, self._ranks)
         self._torn = True  # until every pass is through: a partial batch cannot be taken back
-        budget, deterministic = self._pool.trainer.micro_batch_tokens, self._pool.trainer.deterministic
-        for members in pack(work, budget, deterministic):
-            rows += self._pass(members, tallies)
+        rows = run_passes(self._model, self._slots, tallies, self._pool.trainer, self._ranks)
         self._torn = False
         stats = []
         for number, tally in tallies.items():
@@ -187,7 +202,7 @@ class TrainerRank:
         return BatchResult(tuple(stats), tuple(faults), time.perf_counter() - began, rows)
 
     def step(self, uid: str, cursor: Cursor, incarnation: str = "") -> StepResult | RunFault:
-        """Divide by the denominator, clip, AdamW; then zero the accumulators and leave a snapshot.
+        """Sum over ranks, divide by the denominator, clip, AdamW; then zero the accumulators and leave a snapshot.
 
         With a denominator of 0 (every sample left out) the gradient is 0 and the step counts.
 
@@ -203,48 +218,83 @@ class TrainerRank:
         slot = self._slot(uid)
         if slot.groups == 0:
             raise RunError(reasons.INTERNAL_ERROR, f"step: run {uid} has accumulated no group since its last step")
-        grad = slot.adapter.grad.div_(max(slot.denominator, 1))
-        done = slot.optimizer.update(grad)
-        slot.discard()
+        adapter = slot.adapter
+        done = slot.optimizer.update(adapter.shares.reduce(adapter.grad).div_(max(slot.denominator, 1)))
         if done is None:
+            slot.discard()
             return RunFault(uid, reasons.NON_FINITE, "the gradient is not finite; lower optimizer.lr or clip rewards")
-        slot.adapter.refresh()
-        if not bool(torch.isfinite(slot.adapter.master).all()):
+        adapter.refresh()
+        if not all(self._ranks.gather(bool(torch.isfinite(adapter.master).all()))):
+            slot.discard()
             return RunFault(uid, reasons.NON_FINITE, f"a weight is not finite; lower optimizer.lr ({done[0]})")
         slot.incarnation = incarnation
-        self._snapshots.write(slot.identity, train_state(slot, cursor))
-        return StepResult(uid, slot.optimizer.step_count, *done)
+        figures = StepFigures(slot.optimizer.step_count, *done, slot.denominator, incarnation, cursor)
+        unrecorded = "" if slot.recorder is None else slot.recorder.write(figures, self._ranks)
+        slot.discard()
+        if self._keeps_snapshots and (state := slot.state(cursor)) is not None:
+            self._snapshots.write(slot.identity, state)
+        return StepResult(uid, slot.optimizer.step_count, *done, unrecorded)
 
-    def export(self, uid: str) -> tuple[Manifest, bytes]:
-        """The run's current adapter for engines.
+    def export(self, uid: str) -> tuple[Manifest, bytes] | None:
+        """The run's current adapter for engines, on rank 0; None on the others.
 
         Raises:
             RunError: the run is not loaded.
         """
-        return flat_export(self._slot(uid).adapter, self._base_name)
+        adapter = self._slot(uid).adapter
+        weights = adapter.shares.canonical(adapter.weights) if self._ranks.dp_rank == 0 else None
+        return None if weights is None else flat_export(adapter, weights, self._base_name)
 
-    def checkpoint(self, uid: str, directory: str, cursor: Cursor) -> Artifact:
-        """Write `directory`/step_N of the last step boundary and prune to the run's checkpoint.keep.
+    def capture(
+        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, score: float | None = None
+    ) -> Save | None:
+        """Copy what a checkpoint holds, so that it can be written while other calls go on.
 
         Args:
             uid: a live run.
             directory: the run's own, {storage}/{namespace}/{name}/{uid}.
-            cursor: the prompt groups consumed up to that boundary.
+            cursor: the prompt groups consumed up to the last step, or with `partial` up to now.
+            partial: with what was accumulated since the last step.
+            score: what checkpoint.keepBest compares.
+
+        Returns:
+            `directory`/step_N in waiting on rank 0, None on the others.
 
         Raises:
-            RunError: the run is not loaded, or StorageError.
+            RunError: the run is not loaded, or StorageError for a directory outside the storage.
         """
         slot = self._slot(uid)
         self._inside(directory)
-        path = self._storage / directory
-        artifact = checkpoints.write_checkpoint(
-            path,
+        adapter = slot.adapter
+        state = slot.state(cursor, copy=True)
+        unfinished = partial and slot.groups > 0
+        sums = slot.partial() if unfinished else None
+        recorder = slot.recorder if unfinished else None
+        pending = None if recorder is None else recorder.pending(slot.optimizer.step_count + 1, self._ranks)
+        weights = adapter.shares.canonical(adapter.weights) if self._ranks.dp_rank == 0 else None
+        if state is None or weights is None:
+            return None
+        return Save(
+            self._storage / directory,
             slot.identity,
-            train_state(slot, cursor),
-            lambda into: write_adapter(slot.adapter, self._base_name, into),
+            replace(state, partial=sums, score=score),
+            peft_tensors(adapter, weights),
+            peft_config(adapter, self._base_name),
+            slot.spec.checkpoint.keep,
+            slot.spec.checkpoint.keep_best,
+            pending,
         )
-        checkpoints.prune(path, slot.spec.checkpoint.keep)
-        return artifact
+
+    def checkpoint(
+        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, score: float | None = None
+    ) -> Artifact | None:
+        """Capture and write at once; None on ranks other than 0.
+
+        Raises:
+            RunError: as `capture`, or StorageError.
+        """
+        save = self.capture(uid, directory, cursor, partial, score)
+        return None if save is None else save.write()
 
     def adapter(self, uid: str) -> SlotAdapter:
         """The run's adapter in memory, for probes and tests.
@@ -254,23 +304,31 @@ class TrainerRank:
         """
         return self._slot(uid).adapter
 
+    def _recorder(self, request: LoadRequest, slot: Slot, state: TrainState) -> StepRecorder:
+        """The run's recorder, begun; a run without a state of its own begins its records anew."""
+        spec, adapter = slot.spec, slot.adapter
+        folder = run_directory(self._storage, request.namespace, request.name, request.uid) / FOLDER
+        recorder = StepRecorder(
+            request.uid, folder if self._ranks.is_first else None, self._master_type, spec.algorithm.mask_truncated
+        )
+        fresh = None
+        if self._ranks.is_first and state.step == 0 and state.partial is None:
+            about = describe_run(
+                spec, uid=request.uid, namespace=request.namespace, name=request.name, baseModel=self._base_name,
+                baseDigest=self._digest, dataDigest=request.data_digest,
+                dtype=str(self._model.dtype).removeprefix("torch."), rank=adapter.rank, alpha=adapter.alpha,
+                rslora=adapter.rslora, targets=list(adapter.targets), targetStep=state.target_step,
+            )  # fmt: skip
+            layout = flat_layout(self._model.shape, adapter.rank, adapter.targets)
+            fresh = Start(about, peft_config(adapter, self._base_name), {e.key: e.view(state.master) for e in layout})
+        recorder.start(fresh, state.step)
+        return recorder
+
     def _inside(self, path: str) -> Path:
         try:
             return inside(self._storage, path)
         except ValueError as error:
             raise RunError(reasons.STORAGE_ERROR, f"checkpoint: {path!r} {error}") from error
-
-    def _restore(self, state: checkpoints.TrainState, adapter: SlotAdapter, optimizer: SlotOptimizer) -> None:
-        if not checkpoints.same_layout(state, adapter.master):
-            text = f"the state of step {state.step}: its tensors do not fit this base model; start a new run"
-            raise RunError(reasons.CHECKPOINT_MISMATCH, text)
-        if not checkpoints.is_finite(state):
-            text = f"the state of step {state.step} holds values that are not finite; start a new run"
-            raise RunError(reasons.NON_FINITE, text)
-        adapter.master.copy_(state.master)
-        adapter.refresh()
-        device = self._model.device
-        optimizer.restore(state.step, state.exp_avg.to(device), state.exp_avg_sq.to(device))
 
     def _slot(self, uid: str) -> Slot:
         for slot in self._slots.values():
@@ -282,56 +340,11 @@ class TrainerRank:
         if self._torn:
             raise RuntimeFault("the trainer failed in the middle of a batch; start it again and reload its runs")
 
-    def _admit(self, groups: Sequence[PromptGroup]) -> tuple[list[RunFault], dict[int, Tally]]:
-        """Sort groups by slot; a run with a group that cannot be trained is left out whole."""
-        by_uid: dict[str, list[PromptGroup]] = defaultdict(list)
-        for group in groups:
-            by_uid[group.uid].append(group)
-        faults: list[RunFault] = []
-        tallies: dict[int, Tally] = {}
-        numbers = {slot.uid: number for number, slot in self._slots.items()}
-        for uid, mine in by_uid.items():
-            try:
-                self._slot(uid)
-                for group in mine:
-                    check_group(group, self._model.shape)
-            except RunError as error:
-                faults.append(error.fault(uid))
-            else:
-                tallies[numbers[uid]] = Tally(groups=mine)
-        return faults, tallies
 
-    def _work(self, number: int, tally: Tally) -> list[Work]:
-        params, budget = self._slots[number].params, self._pool.trainer.micro_batch_tokens
-        needed = [group for group in tally.groups if params.kl_coef > 0 or not group.is_constant]
-        return [piece for group in needed for piece in split_group(number, params, group, budget)]
-
-    def _pass(self, members: Sequence[Work], tallies: dict[int, Tally]) -> int:
-        """One forward and backward pass. Returns its rows without padding."""
-        model = self._model
-        loss_type = torch.float64 if model.dtype == torch.float64 else torch.float32
-        batch = make_micro_batch(members, model.device, loss_type)
-        segments = [Segment(self._slots[n].adapter, start, end) for n, start, end in batch.segments]
-        policy = batch.policy
-        if any(piece.params.kl_coef > 0 for piece in members):
-            policy = self._with_reference(batch)
-        hidden = model.hidden(batch.ids, batch.groups, segments)
-        with torch.no_grad():
-            result = head_loss(
-                hidden.detach()[batch.rows],
-                model.head_weight,
-                batch.head,
-                lambda logprob, first, last: policy_loss(logprob, policy.slice(first, last)),
-            )
-            grad = torch.zeros_like(hidden).index_copy_(0, batch.rows, result.grad_hidden)
-            for number, first, last in batch.spans:
-                observe(tallies[number], result, policy.sampler, first, last)
-        torch.autograd.backward(hidden, grad)
-        return batch.num_rows
-
-    def _with_reference(self, batch: MicroBatch) -> PolicyTokens:
-        """The batch's tokens with log-probabilities of the base model, for the KL term."""
-        with torch.no_grad():
-            hidden = self._model.hidden(batch.ids, batch.groups, ())
-            reference = head_logprobs(hidden[batch.rows], self._model.head_weight, batch.head)
-        return batch.policy.with_reference(reference)
+def _check_stored(state: TrainState, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not checkpoints.same_layout(state, torch.empty(shape, dtype=dtype, device="meta")):
+        text = f"the state of step {state.step}: its tensors do not fit this base model; start a new run"
+        raise RunError(reasons.CHECKPOINT_MISMATCH, text)
+    if not checkpoints.is_finite(state):
+        text = f"the state of step {state.step} holds values that are not finite; start a new run"
+        raise RunError(reasons.NON_FINITE, text)

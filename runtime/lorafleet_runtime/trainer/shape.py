@@ -1,4 +1,4 @@
-"""What the trainer knows of a base model from its config.json: sizes, rotary base, and which variants it refuses.
+"""What the trainer knows of a base model from its config.json: sizes, rotary embedding, and the variants it refuses.
 
 Read by model.py (to build), lora.py (projection sizes) and attention.py (rotary tables). Imports neither torch nor
 megatron; never guesses: a setting that would change the numbers and is not supported is refused by name.
@@ -12,6 +12,22 @@ from typing import Any
 from lorafleet_runtime.errors import ConfigError
 
 SUPPORTED_MODELS = ("llama", "qwen2", "qwen3")
+SUPPORTED_ROPE = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding; attention.py computes its frequencies."""
+
+    theta: float
+    kind: str = "default"
+    """default; linear (every frequency divided by factor, Chen et al. 2023); llama3 (Llama 3.1: low frequencies
+    divided, high ones kept, those between interpolated)."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_positions: int = 0
+    """Context length before the scaling; llama3 only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +44,7 @@ class ModelShape:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope_theta: float
+    rope: Rope
     tied: bool
     """Input and output embeddings are one matrix."""
     qkv_bias: bool
@@ -77,7 +93,7 @@ def read_shape(directory: str | Path) -> ModelShape:
             vocab_size=int(config["vocab_size"]),
             max_positions=int(config["max_position_embeddings"]),
             norm_eps=float(config["rms_norm_eps"]),
-            rope_theta=_rope_theta(config),
+            rope=_read_rope(config, path),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=config["model_type"] == "qwen2",
         )
@@ -92,24 +108,48 @@ def _refuse_variants(config: dict[str, Any], path: Path) -> None:
             f"baseModel: model_type {config.get('model_type')!r} in {path} is not supported; use one of "
             f"{', '.join(SUPPORTED_MODELS)}"
         )
+    rope = config.get("rope_parameters") or {}
+    rotary_share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     refused = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "mlp_bias": bool(config.get("mlp_bias")),
         "attention_bias": bool(config.get("attention_bias")),
         "use_sliding_window": bool(config.get("use_sliding_window")),
         "quantization_config": config.get("quantization_config") is not None,
-        "partial_rotary_factor": float(config.get("partial_rotary_factor") or 1.0) != 1.0,
+        "partial_rotary_factor": float(rotary_share) != 1.0,
     }
     for key, bad in refused.items():
         if bad:
-            raise ConfigError(f"baseModel: {key}={config[key]!r} in {path} is not supported; use a model without it")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"baseModel: rope type {kind!r} in {path} is not supported; only 'default' is")
+            value = config.get(key, rope.get(key))
+            raise ConfigError(f"baseModel: {key}={value!r} in {path} is not supported; use a model without it")
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
-    parameters = config.get("rope_parameters") or {}
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    return 10000.0 if theta is None else float(theta)
+def _read_rope(config: dict[str, Any], path: Path) -> Rope:
+    """From rope_parameters (transformers 5), or from rope_scaling and rope_theta (before)."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind not in SUPPORTED_ROPE:
+        raise ConfigError(
+            f"baseModel: rope type {kind!r} in {path} is not supported; use a model with one of "
+            f"{', '.join(SUPPORTED_ROPE)}, or a copy whose config.json leaves the long-context scaling out"
+        )
+    theta = found.get("rope_theta", config.get("rope_theta"))
+    theta = 10000.0 if theta is None else float(theta)
+    if kind == "default":
+        return Rope(theta)
+    # Some files have it beside the dictionary; Hugging Face prefers that one.
+    outside = config.get("original_max_position_embeddings")
+    settings = {**found, "original_max_position_embeddings": outside} if outside else found
+
+    def number(name: str) -> float:
+        value = settings.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"baseModel: rope type {kind!r} in {path} has {name}={value!r}; give a number above 0")
+        return float(value)
+
+    if kind == "linear":
+        return Rope(theta, kind, number("factor"))
+    low, high = number("low_freq_factor"), number("high_freq_factor")
+    if low >= high:
+        raise ConfigError(f"baseModel: low_freq_factor={low} in {path} is not below high_freq_factor={high}; swap")
+    return Rope(theta, kind, number("factor"), low, high, int(number("original_max_position_embeddings")))

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
-from lorafleet_runtime.trainer.checkpoint import Identity, TrainState
+from lorafleet_runtime.trainer.checkpoint import Identity, Partial, TrainState
 from lorafleet_runtime.trainer.lora import SlotAdapter
+from lorafleet_runtime.trainer.losses import reduction
 from lorafleet_runtime.trainer.losses.head import HeadResult
 from lorafleet_runtime.trainer.losses.policy import LossParams
 from lorafleet_runtime.trainer.optimizer import SlotOptimizer
+from lorafleet_runtime.trainer.record import StepRecorder
 from lorafleet_runtime.types import Cursor, PromptGroup, RunBatchStats
 
 
@@ -33,32 +35,90 @@ class Slot:
     """Samples or tokens (by lossReduction) accumulated since the last step."""
     groups: int = 0
     """Groups accumulated since the last step."""
+    reward_sum: float = 0.0
+    """Over the samples of these groups."""
+    samples: int = 0
+    recorder: StepRecorder | None = None
+    """Of a run with recordSteps."""
 
     def discard(self) -> None:
         """Forget what was accumulated since the last step."""
         self.adapter.grad.zero_()
-        self.denominator = self.groups = 0
+        self.denominator = self.groups = self.samples = 0
+        self.reward_sum = 0.0
+        if self.recorder is not None:
+            self.recorder.discard()
+
+    def partial(self) -> Partial | None:
+        """The whole run's gradient sums on rank 0, None on the others; a collective."""
+        adapter, ranks = self.adapter, self.adapter.ranks
+        mine = adapter.shares.addends(adapter.grad)
+        if mine is None:
+            return None
+        sums = mine[None] if ranks.dp == 1 else ranks.collect_over_dp(mine.flatten()).view(ranks.dp, *mine.shape)
+        if not ranks.is_first:
+            return None
+        return Partial(host(sums), self.denominator, self.groups, self.reward_sum, self.samples)
+
+    def state(self, cursor: Cursor, copy: bool = False) -> TrainState | None:
+        """Everything that the run needs to go on from its last step, on rank 0; None on the others. A collective.
+
+        Args:
+            cursor: the prompt groups consumed up to that step.
+            copy: the tensors must outlive the slot's next step.
+        """
+        shares = self.adapter.shares
+        whole = [shares.canonical(shares.whole(own)) for own in (self.adapter.master, *self.optimizer.moments)]
+        if not self.adapter.ranks.is_first:
+            return None
+        master, exp_avg, exp_avg_sq = (host(t) if copy else t.detach().cpu() for t in whole if t is not None)
+        return TrainState(
+            self.optimizer.step_count, self.optimizer.target_step, cursor, self.incarnation, self.adapter.rslora,
+            master, exp_avg, exp_avg_sq,
+        )  # fmt: skip
+
+    def restore(self, state: TrainState) -> None:
+        """Take over a state of the whole run; on every rank."""
+        adapter, ranks = self.adapter, self.adapter.ranks
+        adapter.install(state.master)
+        exp_avg, exp_avg_sq = (
+            torch.empty_like(adapter.master).copy_(adapter.shares.own(full))
+            for full in (state.exp_avg, state.exp_avg_sq)
+        )
+        self.optimizer.restore(state.step, exp_avg, exp_avg_sq)
+        if state.partial is None:
+            return
+        sums = state.partial.grad
+        if sums.shape[:2] == (ranks.dp, ranks.tp):
+            adapter.grad.copy_(adapter.shares.slice(sums[ranks.dp_rank, ranks.tp_rank]))
+        elif ranks.dp_rank == 0:  # saved by a trainer of another layout
+            adapter.grad.copy_(adapter.shares.slice(sums.sum((0, 1)), partial=True))
+        self.denominator, self.groups = state.partial.denominator, state.partial.groups
+        self.reward_sum, self.samples = state.partial.reward_sum, state.partial.samples
+        if self.recorder is not None:
+            self.recorder.restore(state.step + 1, self.groups)
+
+
+def host(tensor: Tensor) -> Tensor:
+    """A copy on the host that nobody else writes to."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 @dataclass(slots=True)
 class Tally:
     """Sums over one accumulate call of one run."""
 
+    groups: list[PromptGroup]
+    """All of them."""
+    mine: list[PromptGroup]
+    """Those that this rank computes."""
     mismatch_sum: float = 0.0
     mismatch_max: float = 0.0
     mismatch_tokens: int = 0
     loss_sum: float = 0.0
     finite: bool = True
-    groups: list[PromptGroup] = field(default_factory=list)
-
-
-def train_state(slot: Slot, cursor: Cursor) -> TrainState:
-    """Everything that the run needs to go on from its last step."""
-    exp_avg, exp_avg_sq = slot.optimizer.moments
-    return TrainState(
-        slot.optimizer.step_count, slot.optimizer.target_step, cursor, slot.incarnation, slot.adapter.rslora,
-        slot.adapter.master, exp_avg, exp_avg_sq,
-    )  # fmt: skip
+    logprobs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Of a run that records: by the identities of a prompt and a sample in `mine`."""
 
 
 def observe(tally: Tally, result: HeadResult, sampler: Tensor, first: int, last: int) -> None:
@@ -74,10 +134,14 @@ def observe(tally: Tally, result: HeadResult, sampler: Tensor, first: int, last:
 def count(slot: Slot, tally: Tally) -> RunBatchStats:
     """Add the batch to the run's denominator and describe it."""
     samples = [s for group in tally.groups for s in group.samples]
-    kept = [s for s in samples if not (slot.params.mask_truncated and s.truncated)]
+    kept = reduction.kept(samples, slot.params.mask_truncated)
     tokens = sum(len(s.token_ids) for s in kept)
-    slot.denominator += tokens if slot.params.reduction == "tokenMean" else len(kept)
+    slot.denominator += reduction.denominator(slot.params.reduction, kept)
     slot.groups += len(tally.groups)
+    slot.reward_sum += sum(s.reward for s in samples)
+    slot.samples += len(samples)
+    if slot.recorder is not None:
+        slot.recorder.add(tally.groups, tally.mine, tally.logprobs)
     return RunBatchStats(
         uid=slot.uid,
         groups=len(tally.groups),

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from lorafleet_runtime.errors import ConfigError
-from lorafleet_runtime.trainer.checkpoint import FORMAT, Identity, TrainState, check_identity
+from lorafleet_runtime.trainer.checkpoint import FORMAT, Identity, TrainState
+from lorafleet_runtime.trainer.restore import check_identity
 from lorafleet_runtime.types import Cursor
 
 log = logging.getLogger(__name__)

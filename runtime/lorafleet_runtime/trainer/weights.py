@@ -28,10 +28,10 @@ def weight_files(directory: str | Path) -> list[Path]:
     index = root / INDEX
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"baseModel: {index} is malformed ({error!r})") from error
-        files = [root / name for name in names]
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            files = sorted(root / name for name in names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"baseModel: {index} is malformed ({error!r}); fetch the model again") from error
     else:
         files = sorted(root.glob("*.safetensors"))
     missing = [str(file) for file in files if not file.exists()]
@@ -60,6 +60,8 @@ class Target(NamedTuple):
     """A view of the model's parameter with the elements in the checkpoint's row-major order."""
     shape: tuple[int, ...]
     """Shape in the checkpoint."""
+    share: tuple[int, int] | None = None
+    """(dimension, part): of that dimension's equal parts, as many as fit, which one this tensor-parallel rank has."""
 
 
 def load_weights(directory: str | Path, targets: Mapping[str, Target], tied: bool) -> None:
@@ -71,7 +73,7 @@ def load_weights(directory: str | Path, targets: Mapping[str, Target], tied: boo
         tied: a separate lm_head.weight is accepted when it equals the embedding.
 
     Raises:
-        ConfigError: a key is missing or surplus, a shape differs, or a file cannot be read.
+        ConfigError: a key is missing, surplus or twice there, a shape or type does not fit, or a file cannot be read.
     """
     seen: set[str] = set()
     spare_head: torch.Tensor | None = None
@@ -84,6 +86,8 @@ def load_weights(directory: str | Path, targets: Mapping[str, Target], tied: boo
                     if key == "lm_head.weight" and tied:
                         spare_head = stored.get_tensor(key)
                         continue
+                    if key in seen:
+                        raise ConfigError(f"baseModel: {path} holds {key!r} again; leave one file with it, or an index")
                     _place(key, stored.get_tensor(key), targets)
                     seen.add(key)
         except (OSError, SafetensorError) as error:
@@ -92,8 +96,8 @@ def load_weights(directory: str | Path, targets: Mapping[str, Target], tied: boo
     if missing:
         raise ConfigError(f"baseModel: the checkpoint lacks {', '.join(missing[:5])} ({len(missing)} keys in all)")
     if spare_head is not None:
-        embedding = targets["model.embed_tokens.weight"].tensor
-        if not torch.equal(spare_head.to(embedding), embedding):
+        target = targets["model.embed_tokens.weight"]
+        if not torch.equal(_cut(spare_head, target).to(target.tensor), target.tensor):
             raise ConfigError("baseModel: lm_head.weight differs from the embedding, but tie_word_embeddings is true")
 
 
@@ -103,5 +107,16 @@ def _place(key: str, tensor: torch.Tensor, targets: Mapping[str, Target]) -> Non
     target = targets[key]
     if tuple(tensor.shape) != target.shape:
         raise ConfigError(f"baseModel: {key!r} has shape {tuple(tensor.shape)}; config.json asks for {target.shape}")
+    if not tensor.is_floating_point():
+        raise ConfigError(f"baseModel: {key!r} has type {tensor.dtype}; use a model that is not quantized")
     with torch.no_grad():
-        target.tensor.copy_(tensor.view(target.tensor.shape))
+        target.tensor.copy_(_cut(tensor, target).reshape(target.tensor.shape))
+
+
+def _cut(tensor: torch.Tensor, target: Target) -> torch.Tensor:
+    """This rank's share of a checkpoint tensor."""
+    if target.share is None:
+        return tensor
+    dimension, part = target.share
+    width = target.tensor.numel() * tensor.shape[dimension] // tensor.numel()
+    return tensor.narrow(dimension, part * width, width)

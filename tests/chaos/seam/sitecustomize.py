@@ -23,7 +23,7 @@ _FOLDER = os.environ.get("LORAFLEET_CHAOS_DIR")
 
 def _patch_trainer(module: ModuleType) -> None:
     rank = module.TrainerRank
-    accumulate, one_pass, step = rank.accumulate, rank._pass, rank.step
+    accumulate, step = rank.accumulate, rank.step
 
     def aborting(self: Any, groups: Sequence[Any]) -> Any:
         if {group.uid for group in groups} & _lines("abort"):
@@ -31,21 +31,27 @@ def _patch_trainer(module: ModuleType) -> None:
             os.abort()
         return accumulate(self, groups)
 
-    def torn(self: Any, *arguments: Any) -> Any:
-        rows = one_pass(self, *arguments)
-        if _take("torn"):
-            raise RuntimeError("chaos: the trainer raises between two passes of a batch")
-        return rows
-
     def recorded(self: Any, uid: str, *arguments: Any) -> Any:
         before = _digest(self.adapter(uid).master)
         outcome = step(self, uid, *arguments)
-        if hasattr(outcome, "step"):
+        if hasattr(outcome, "step") and self._ranks.is_first:
             line = {"pid": os.getpid(), "time": time.time(), "uid": uid, "step": outcome.step}
             _append("steps.jsonl", line | {"before": before, "after": _digest(self.adapter(uid).master)})
         return outcome
 
-    rank.accumulate, rank._pass, rank.step = aborting, torn, recorded
+    rank.accumulate, rank.step = aborting, recorded
+
+
+def _patch_passes(module: ModuleType) -> None:
+    one_pass = module._pass
+
+    def torn(*arguments: Any) -> Any:
+        rows = one_pass(*arguments)
+        if _take("torn"):
+            raise RuntimeError("chaos: the trainer raises between two passes of a batch")
+        return rows
+
+    module._pass = torn  # type: ignore[attr-defined]
 
 
 def _patch_engine(module: ModuleType) -> None:
@@ -61,6 +67,7 @@ def _patch_engine(module: ModuleType) -> None:
 
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "lorafleet_runtime.trainer.rank": _patch_trainer,
+    "lorafleet_runtime.trainer.passes": _patch_passes,
     "lorafleet_runtime.engines.compat": _patch_engine,
 }
 

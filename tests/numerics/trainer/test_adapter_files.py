@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +16,7 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.trainer.lora import Segment
 from lorafleet_runtime.trainer.rank import TrainerRank
-from lorafleet_runtime.types import Cursor
+from lorafleet_runtime.types import Cursor, Manifest
 from support.trainer import load, make_groups, make_rank, make_request, named, peft_model, train_step
 
 IDS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(0))
@@ -24,6 +24,20 @@ IDS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(0))
 
 def our_logits(rank: TrainerRank, uid: str) -> torch.Tensor:
     return rank._model.logits(IDS, [Segment(rank.adapter(uid), 0, len(IDS))])
+
+
+def checkpoint_path(rank: TrainerRank, uid: str) -> Path:
+    """Folder of a checkpoint made now."""
+    artifact = rank.checkpoint(uid, f"runs/{uid}", Cursor())
+    assert artifact is not None
+    return Path(artifact.path)
+
+
+def exported(rank: TrainerRank, uid: str) -> tuple[Manifest, bytes]:
+    """What engines would get now."""
+    found = rank.export(uid)
+    assert found is not None
+    return found
 
 
 def peft_logits(peft: Any) -> torch.Tensor:
@@ -40,11 +54,37 @@ def test_exported_adapter_gives_the_same_logits_in_peft(tiny: Path, tmp_path: Pa
     assert (our_logits(rank, "a") - theirs).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["q_proj"],
+        ["down_proj", "v_proj"],
+        ["k_proj", "gate_proj"],
+        ["up_proj", "o_proj", "q_proj"],
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    ],
+    ids=len,
+)
+def test_export_has_pefts_own_keys_and_shapes_of_every_layer(tiny: Path, tmp_path: Path, targets: list[str]) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    state = get_peft_model_state_dict(get_peft_model(base, LoraConfig(r=3, target_modules=targets)))
+    expected = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    assert len(expected) == 2 * len(targets) * base.config.num_hidden_layers
+    rank = make_rank(tiny, tmp_path)
+    load(rank, "a", rank=3, targetModules=targets)
+    manifest = exported(rank, "a")[0]
+    assert {t.name: t.shape for t in manifest.tensors} == expected
+    folder = checkpoint_path(rank, "a")
+    assert {key: tuple(t.shape) for key, t in load_file(folder / "adapter_model.safetensors").items()} == expected
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert sorted(config["target_modules"]) == sorted(targets) == sorted(manifest.target_modules)
+
+
 def test_flat_buffer_holds_the_same_tensors_as_the_directory(llama: Path, tmp_path: Path) -> None:
     rank = make_rank(llama, tmp_path)
     load(rank, "a", rank=3, alpha=5, targetModules=["q_proj", "v_proj", "gate_proj"])
-    manifest, buffer = rank.export("a")
-    stored = load_file(Path(rank.checkpoint("a", "runs/a", Cursor()).path) / "adapter_model.safetensors")
+    manifest, buffer = exported(rank, "a")
+    stored = load_file(checkpoint_path(rank, "a") / "adapter_model.safetensors")
     assert {t.name for t in manifest.tensors} == stored.keys()
     for entry in manifest.tensors:
         found = np.frombuffer(buffer, np.float32, int(np.prod(entry.shape)), entry.offset).reshape(entry.shape)
@@ -97,19 +137,56 @@ def test_warm_start_keeps_the_scale_and_the_rslora_flag(
     rank.load(make_request("a", initFrom=str(tmp_path / "source"), **START))
     assert rank.adapter("a").scale == scale
     assert (our_logits(rank, "a") - peft_logits(source)).abs().max() < 1e-4
-    path = rank.checkpoint("a", "runs/a", Cursor()).path
-    assert json.loads((Path(path) / "adapter_config.json").read_text())["use_rslora"] is rslora
-    assert rank.export("a")[0].use_rslora is rslora
+    path = checkpoint_path(rank, "a")
+    assert json.loads((path / "adapter_config.json").read_text())["use_rslora"] is rslora
+    assert exported(rank, "a")[0].use_rslora is rslora
     base = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
     assert torch.equal(peft_logits(PeftModel.from_pretrained(base, path)), peft_logits(source))
     again = make_rank(qwen3, tmp_path)
-    again.load(make_request("a", resume=path, initFrom=str(tmp_path / "source"), **START))
+    again.load(make_request("a", resume=str(path), initFrom=str(tmp_path / "source"), **START))
     assert again.adapter("a").scale == scale
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", "orthogonal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_warm_start_takes_any_plain_init_and_float_type(
+    llama: Path, tmp_path: Path, init: bool | str, dtype: torch.dtype
+) -> None:
+    write_peft(llama, tmp_path / "source", init_lora_weights=init)
+    file = tmp_path / "source/adapter_model.safetensors"
+    save_file({key: tensor.to(dtype) for key, tensor in load_file(file).items()}, file)
+    rank = make_rank(llama, tmp_path)
+    rank.load(make_request("a", initFrom="source", **START))
+    base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "source", autocast_adapter_dtype=True).float()
+    assert (our_logits(rank, "a") - peft_logits(theirs)).abs().max() < 1e-4
+    with theirs.disable_adapter():
+        assert (our_logits(rank, "a") - peft_logits(theirs)).abs().max() > 0.05  # the adapter matters
+
+
+def test_a_warm_start_trains_on_as_it_was(qwen3: Path, tmp_path: Path) -> None:
+    """Exported before the first step, it is the file that the run started from, bit for bit."""
+    write_peft(qwen3, tmp_path / "source", use_rslora=True)
+    rank = make_rank(qwen3, tmp_path)
+    rank.load(make_request("a", initFrom="source", **START))
+    first = load_file(checkpoint_path(rank, "a") / "adapter_model.safetensors")
+    source = load_file(tmp_path / "source/adapter_model.safetensors")
+    assert first.keys() == source.keys()
+    assert all(torch.equal(first[key], tensor) for key, tensor in source.items())
 
 
 @pytest.mark.parametrize(
     "config, named_field",
     [
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"exclude_modules": ["model.layers.0.self_attn.q_proj"]}, "exclude_modules"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"bias": "lora_only"}, "bias"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"use_dora": True}, "use_dora"),
         ({"r": 8}, "rank"),

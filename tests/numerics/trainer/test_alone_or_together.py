@@ -4,10 +4,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
 from torch import Tensor
 
+from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor, PromptGroup, RunFault
-from support.trainer import gradient, load, make_groups, make_rank, relative, train_step
+from support.executions import Execution, OneRank, next_folder
+from support.schedules import MAX_RANK, SLOTS, MixedSlices, Program, examples, mixed_slices, programs
+from support.trainer import (
+    gradient,
+    load,
+    make_groups,
+    make_micro_model,
+    make_pool_rank,
+    make_rank,
+    relative,
+    train_step,
+)
 
 NEIGHBOURS = {
     "b": {"rank": 8, "targetModules": ["q_proj", "v_proj", "down_proj"], "algorithm": {"lossReduction": "tokenMean"}},
@@ -149,3 +162,69 @@ def test_partial_gradients_survive_a_neighbours_step(qwen3: Path, tmp_path: Path
         train_step(rank, "a", groups[1:])
         masters.append(rank.adapter("a").master.clone())
     assert torch.equal(*masters)
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_micro_model(tmp_path_factory.mktemp("micro"))
+
+
+@pytest.fixture(scope="module")
+def pair(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[OneRank, OneRank, Path]:
+    """A trainer for everybody and one for the tracked run alone, which no neighbour has ever touched."""
+    storage = tmp_path_factory.mktemp("storage")
+    together, alone = (
+        OneRank(make_pool_rank(micro, storage, None, SLOTS, MAX_RANK, deterministic=True, microBatchTokens=24))
+        for _ in range(2)
+    )
+    return together, alone, storage
+
+
+@examples(200)
+@given(program=programs())
+def test_run_in_any_schedule_ends_bit_identical_to_itself_alone(
+    pair: tuple[OneRank, OneRank, Path], program: Program
+) -> None:
+    together, alone, storage = pair
+    shared, single = Execution(together, program, next_folder(storage)), Execution(alone, program, "alone")
+    mixed, own = shared.together(), single.alone()
+    assert shared.steps[0] == single.steps[0]
+    assert mixed.keys() == own.keys()
+    assert [name for name, tensor in mixed.items() if not torch.equal(tensor, own[name])] == []
+
+
+BUDGETS = (16, 40, 4096)
+"""Rows of a pass: a group or less, some groups, everything."""
+
+
+@pytest.fixture(scope="module")
+def packers(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, list[TrainerRank]]:
+    """Trainers that pack freely, by type and BUDGETS."""
+    storage = tmp_path_factory.mktemp("packers")
+    return {
+        dtype: [make_pool_rank(micro, storage, dtype, SLOTS, MAX_RANK, microBatchTokens=n) for n in BUDGETS]
+        for dtype in (torch.float64, torch.float32)
+    }
+
+
+@examples(30)
+@given(slices=mixed_slices())
+def test_fast_gradient_depends_neither_on_neighbours_nor_on_the_size_of_a_pass(
+    packers: dict[torch.dtype, list[TrainerRank]], slices: MixedSlices
+) -> None:
+    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        alone = slices.gradient(packers[dtype][0], alone=True)
+        for rank in packers[dtype]:
+            together = slices.gradient(rank, alone=False)
+            assert (together - alone).norm() <= limit * alone.norm()
+
+
+@examples(20)
+@given(program=programs())
+def test_fast_trajectory_in_float64_is_the_same_in_any_schedule(
+    packers: dict[torch.dtype, list[TrainerRank]], program: Program
+) -> None:
+    trainer, folder = OneRank(packers[torch.float64][2]), next_folder(packers[torch.float64][2]._storage)
+    mixed, own = Execution(trainer, program, folder).together(), Execution(trainer, program, "alone").alone()
+    for name, tensor in mixed.items():
+        assert (tensor - own[name]).double().norm() <= 1e-12 * own[name].double().norm(), name

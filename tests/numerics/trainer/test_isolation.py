@@ -14,15 +14,24 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError, RuntimeFault
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor, RunFault
-from support.trainer import load, make_groups, make_rank, make_request, named, train_step
+from support.trainer import load, make_groups, make_rank, make_request, train_step
 
 
 def everything(rank: TrainerRank, uid: str) -> list[Tensor]:
-    adapter = rank.adapter(uid)
-    return [t.clone() for t in (adapter.master, adapter.grad, *rank._slot(uid).optimizer.moments)]
+    """Whatever a run has in the trainer: weights, gradient sums, moments, clock, schedule and counts."""
+    slot = rank._slot(uid)
+    adapter, optimizer = slot.adapter, slot.optimizer
+    numbers = (optimizer.step_count, optimizer.target_step, slot.denominator, slot.groups, slot.samples)
+    tensors = (adapter.weights, adapter.master, adapter.grad, *optimizer.moments, torch.tensor(numbers))
+    return [t.clone() for t in tensors]
+
+
+def same(before: list[Tensor], after: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
 def two_runs(model: Path, storage: Path) -> TrainerRank:
+    """Both have made a step; a has accumulated groups since."""
     rank = make_rank(model, storage)
     load(rank, "a")
     load(rank, "b", slot=1, seed=2)
@@ -32,44 +41,89 @@ def two_runs(model: Path, storage: Path) -> TrainerRank:
     return rank
 
 
+def suspend(rank: TrainerRank) -> str:
+    artifact = rank.checkpoint("b", "runs/b", Cursor(), partial=True)
+    rank.drop("b")
+    assert artifact is not None
+    return artifact.path
+
+
+def retire(rank: TrainerRank) -> None:
+    rank.checkpoint("b", "runs/b", Cursor())
+    rank.drop("b")
+
+
+def replace_run(rank: TrainerRank) -> None:
+    rank.drop("b")
+    rank.load(make_request("c", 1))
+
+
+def diverge(rank: TrainerRank) -> None:
+    rank.adapter("b").grad[5] = math.inf
+    assert isinstance(rank.step("b", Cursor()), RunFault)
+
+
+def refuse(rank: TrainerRank) -> None:
+    with pytest.raises(RunError):
+        rank.load(make_request("c", 2, initFrom="nowhere"))
+
+
 ACTIONS: dict[str, Callable[[TrainerRank], object]] = {
-    "load": lambda rank: rank.load(make_request("c", 2)),
+    "register": lambda rank: rank.load(make_request("c", 2, rank=16)),
+    "reload": lambda rank: rank.load(make_request("b", 1)),
+    "refused load": refuse,
     "accumulate": lambda rank: rank.accumulate(make_groups("b", seed=1)),
     "step": lambda rank: train_step(rank, "b", make_groups("b", seed=1)),
+    "fail in a step": diverge,
+    "fail in a batch": lambda rank: rank.accumulate([replace(g, prompt_ids=()) for g in make_groups("b")]),
+    "suspend": suspend,
+    "resume": lambda rank: rank.load(make_request("b", 3, suspend(rank))),
+    "retire": retire,
     "drop": lambda rank: rank.drop("b"),
+    "reuse of the slot": replace_run,
+    "retain": lambda rank: rank.retain(["a"]),
     "export": lambda rank: rank.export("b"),
     "checkpoint": lambda rank: rank.checkpoint("b", "runs/b", Cursor()),
 }
 
 
+@pytest.fixture(scope="module")
+def ranks(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainerRank, TrainerRank]:
+    """Trainers that the tests empty and use again."""
+    storage = tmp_path_factory.mktemp("storage")
+    return make_rank(qwen3, storage), make_rank(qwen3, storage)
+
+
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_neighbours_life_changes_nothing(qwen3: Path, tmp_path: Path, action: str) -> None:
-    rank = two_runs(qwen3, tmp_path)
-    before = everything(rank, "a")
-    ACTIONS[action](rank)
-    assert all(torch.equal(x, y) for x, y in zip(before, everything(rank, "a"), strict=True))
+def test_a_neighbours_life_changes_nothing_at_any_point_of_the_loop(
+    ranks: tuple[TrainerRank, TrainerRank], action: str
+) -> None:
+    """The action comes before a's first batch, between the parts of it, before its step, and after it."""
+    groups = make_groups("a", count=2)
 
-
-@pytest.mark.parametrize("where", ["lora_A", "lora_B"])
-def test_nan_weights_of_one_run_poison_nobody(qwen3: Path, tmp_path: Path, where: str) -> None:
-    results = []
-    for sick in (False, True):
-        rank = make_rank(qwen3, tmp_path)
+    def lifetime(rank: TrainerRank, moment: int) -> list[Tensor]:
+        for uid in rank.slots().values():
+            rank.drop(uid)
+        load(rank, "b", slot=1, seed=2)
+        rank.accumulate(make_groups("b", seed=7))
         load(rank, "a")
-        load(rank, "b", slot=1)
-        load(rank, "c", slot=2)
-        if sick:
-            adapter = rank.adapter("b")
-            next(t for k, t in named(adapter, adapter.master).items() if where in k).fill_(math.nan)
-        batch = [*make_groups("c"), *make_groups("b"), *make_groups("a")]
-        faults = rank.accumulate(batch).faults
-        assert [f.uid for f in faults] == (["b"] if sick else [])
-        if sick:
-            assert faults[0].reason == reasons.NON_FINITE
-            assert float(rank.adapter("b").grad.abs().sum()) == 0
-        results.append([everything(rank, uid) for uid in ("a", "c")])
-    for healthy, beside_sick in zip(*results, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(healthy, beside_sick, strict=True))
+        steps: list[Callable[[], object]] = [
+            lambda: rank.accumulate(groups[:1]),
+            lambda: rank.accumulate(groups[1:]),
+            lambda: rank.step("a", Cursor()),
+            lambda: train_step(rank, "a", make_groups("a", seed=3)),
+        ]
+        for i, step in enumerate(steps):
+            if i == moment:
+                before = everything(rank, "a")
+                ACTIONS[action](rank)
+                assert same(before, everything(rank, "a"))
+            step()
+        return everything(rank, "a")
+
+    undisturbed = lifetime(ranks[0], -1)
+    for moment in range(4):
+        assert same(undisturbed, lifetime(ranks[1], moment))
 
 
 def test_non_finite_gradient_is_a_fault_of_its_run_and_is_zeroed(qwen3: Path, tmp_path: Path) -> None:
@@ -82,7 +136,7 @@ def test_non_finite_gradient_is_a_fault_of_its_run_and_is_zeroed(qwen3: Path, tm
     assert isinstance(fault, RunFault) and fault.reason == reasons.NON_FINITE and fault.uid == "b"
     assert float(rank.adapter("b").grad.abs().sum()) == 0
     assert torch.equal(rank.adapter("b").master, weights)
-    assert all(torch.equal(x, y) for x, y in zip(before, everything(rank, "a"), strict=True))
+    assert same(before, everything(rank, "a"))
 
 
 def spoil(field: str, value: object) -> Callable[..., object]:
@@ -112,7 +166,7 @@ def test_malformed_group_fails_its_run_only(
     result = rank.accumulate([bad[0], good[0], spoil(field, value)(bad[1]), good[1]])  # type: ignore[list-item]
     assert [(f.uid, f.reason) for f in result.faults] == [("b", reason)]
     assert [s.uid for s in result.stats] == ["a"] and result.stats[0].groups == 2
-    assert all(torch.equal(x, y) for x, y in zip(before, everything(rank, "b"), strict=True))
+    assert same(before, everything(rank, "b"))
 
 
 def test_group_of_a_run_that_is_not_loaded_fails_that_run_only(qwen3: Path, tmp_path: Path) -> None:
@@ -142,7 +196,7 @@ def test_failed_load_leaves_nothing_behind(
         rank.load(make_request("c", 2, **spec))
     assert raised.value.reason == reason
     assert rank.slots() == {0: "a", 1: "b"}
-    assert all(torch.equal(x, y) for x, y in zip(before, everything(rank, "a"), strict=True))
+    assert same(before, everything(rank, "a"))
 
 
 def test_slot_of_another_run_is_not_taken(qwen3: Path, tmp_path: Path) -> None:

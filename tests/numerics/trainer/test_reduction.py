@@ -9,7 +9,8 @@ import torch
 from lorafleet_runtime.types import Cursor, PromptGroup, RunFault, StepResult
 from support.trainer import gradient, load, make_groups, make_rank
 
-ALGORITHM = {"lossReduction": "tokenMean", "maskTruncated": True, "tisMode": "Off"}
+ALGORITHM = {"lossReduction": "tokenMean", "maskTruncated": True, "tisMode": "Clip", "tisFloor": 1.0, "tisCap": 1.0}
+"""Floor and cap hold the importance weight at 1, whatever the sampler said: a token's loss is minus its advantage."""
 
 
 def ended_and_cut(uid: str) -> PromptGroup:
@@ -19,15 +20,22 @@ def ended_and_cut(uid: str) -> PromptGroup:
     return replace(group, samples=(replace(a, advantage=1.0), replace(b, advantage=-1.0, truncated=True)))
 
 
-def test_masked_completion_leaves_numerator_and_denominator(qwen3: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "masked, tokens, loss",
+    [
+        (True, 4, -1.0),  # 4 x -1 over 4
+        (False, 10, 0.2),  # (4 x -1 + 6 x 1) over 10
+    ],
+)
+def test_masked_completion_leaves_numerator_and_denominator(
+    qwen3: Path, tmp_path: Path, masked: bool, tokens: int, loss: float
+) -> None:
     rank = make_rank(qwen3, tmp_path)
-    load(rank, "a", algorithm=ALGORITHM | {"tisMode": "Clip", "tisCap": 1e-6})
-    group = ended_and_cut("a")
-    # the sampler's log-probabilities are far below the trainer's, so every weight is the cap: the loss is -1e-6 a token
-    low = replace(group, samples=tuple(replace(s, sampler_logprobs=(-30.0,) * len(s.token_ids)) for s in group.samples))
-    (stats,) = rank.accumulate([low]).stats
-    assert stats.loss_sum / rank._slots[0].denominator == pytest.approx(-1.0e-6)
-    assert (stats.samples, stats.tokens, stats.response_tokens) == (2, 4, 10)
+    load(rank, "a", algorithm=ALGORITHM | {"maskTruncated": masked})
+    (stats,) = rank.accumulate([ended_and_cut("a")]).stats
+    assert rank._slots[0].denominator == tokens
+    assert stats.loss_sum / tokens == pytest.approx(loss, rel=1e-6)
+    assert (stats.samples, stats.tokens, stats.response_tokens) == (2, tokens, 10)
 
 
 def test_batch_of_only_masked_completions_has_zero_gradient_and_steps(qwen3: Path, tmp_path: Path) -> None:

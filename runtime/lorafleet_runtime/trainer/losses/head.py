@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lorafleet_runtime.trainer.parallel import Ranks
+
 _CHUNK_ELEMENTS_CPU = 1 << 24
 _CHUNK_ELEMENTS_CUDA = 1 << 28
 
@@ -28,6 +30,41 @@ class HeadTokens(NamedTuple):
     """[U]; logits are multiplied by it, as the sampler did."""
 
 
+class Vocabulary(NamedTuple):
+    """The output projection of one tensor-parallel rank."""
+
+    weight: Tensor
+    """[own vocabulary, hidden]."""
+    ranks: Ranks
+
+    def logits(self, hidden: Tensor, scale: Tensor) -> Tensor:
+        """[n, own vocabulary], at least float32."""
+        logits = hidden @ self.weight.t()
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        return logits.mul_(scale)
+
+    def log_total(self, logits: Tensor) -> Tensor:
+        """[n]: log of the sum of exponentials over the whole vocabulary."""
+        if self.ranks.tp == 1:
+            return logits.logsumexp(dim=-1)
+        largest = self.ranks.max_over_tp(logits.amax(dim=-1))
+        return self.ranks.sum_over_tp((logits - largest[:, None]).exp().sum(dim=-1)).log() + largest
+
+    def locate(self, label: Tensor) -> tuple[Tensor, Tensor]:
+        """[N] columns of the labels on this rank, and [N] whether they are here; elsewhere the column is 0."""
+        size = len(self.weight)
+        column = label - self.ranks.tp_rank * size
+        here = (column >= 0) & (column < size)
+        return column.where(here, column.new_zeros(())), here
+
+    def pick(self, logits: Tensor, row: Tensor, label: Tensor) -> Tensor:
+        """[N]: the labels' logits."""
+        column, here = self.locate(label)
+        found = logits[row, column]
+        return self.ranks.sum_over_tp(found.where(here, found.new_zeros(())))
+
+
 class HeadResult(NamedTuple):
     """What one pass through the head gives."""
 
@@ -39,23 +76,23 @@ class HeadResult(NamedTuple):
     """[U, hidden]: gradient of the summed loss."""
 
 
-def head_loss(hidden: Tensor, weight: Tensor, tokens: HeadTokens, loss: LossChunk) -> HeadResult:
+def head_loss(hidden: Tensor, vocabulary: Vocabulary, tokens: HeadTokens, loss: LossChunk) -> HeadResult:
     """Log-probabilities, losses and the gradient with respect to the hidden states.
 
     Args:
         hidden: [U, hidden], detached.
-        weight: [vocabulary, hidden].
+        vocabulary: of this rank.
         tokens: what is predicted from each row.
         loss: any differentiable function of a token's log-probability, evaluated on a leaf.
     """
     grad = torch.empty_like(hidden)
     logprobs, losses = [], []
-    for start, end, first, last in _chunks(hidden, weight, tokens):
+    for start, end, first, last in _chunks(hidden, vocabulary, tokens):
         scale = tokens.inverse_temperature[start:end, None]
-        logits = _logits(hidden[start:end], weight, scale)
+        logits = vocabulary.logits(hidden[start:end], scale)
         row, label = tokens.row[first:last] - start, tokens.label[first:last]
-        log_total = logits.logsumexp(dim=-1)
-        logprob = logits[row, label] - log_total[row]
+        log_total = vocabulary.log_total(logits)
+        logprob = vocabulary.pick(logits, row, label) - log_total[row]
         leaf = logprob.detach().requires_grad_(True)
         with torch.enable_grad():
             value = loss(leaf, first, last)
@@ -63,34 +100,28 @@ def head_loss(hidden: Tensor, weight: Tensor, tokens: HeadTokens, loss: LossChun
         # d logprob / d logits = onehot - softmax, times the slope of every token that uses the row
         total = torch.zeros_like(log_total).index_add_(0, row, slope)
         d = logits.sub_(log_total[:, None]).exp_().mul_(-total[:, None])
-        d.index_put_((row, label), slope, accumulate=True)
-        grad[start:end] = d.mul_(scale).to(weight.dtype) @ weight
+        column, here = vocabulary.locate(label)
+        d.index_put_((row, column), slope.where(here, slope.new_zeros(())), accumulate=True)
+        grad[start:end] = d.mul_(scale).to(vocabulary.weight.dtype) @ vocabulary.weight
         logprobs.append(logprob)
         losses.append(value.detach())
-    return HeadResult(torch.cat(logprobs), torch.cat(losses), grad)
+    return HeadResult(torch.cat(logprobs), torch.cat(losses), vocabulary.ranks.sum_over_tp(grad))
 
 
-def head_logprobs(hidden: Tensor, weight: Tensor, tokens: HeadTokens) -> Tensor:
+def head_logprobs(hidden: Tensor, vocabulary: Vocabulary, tokens: HeadTokens) -> Tensor:
     """Log-probabilities [N] only; arguments as for `head_loss`."""
     out = []
-    for start, end, first, last in _chunks(hidden, weight, tokens):
-        logits = _logits(hidden[start:end], weight, tokens.inverse_temperature[start:end, None])
+    for start, end, first, last in _chunks(hidden, vocabulary, tokens):
+        logits = vocabulary.logits(hidden[start:end], tokens.inverse_temperature[start:end, None])
         row, label = tokens.row[first:last] - start, tokens.label[first:last]
-        out.append(logits[row, label] - logits.logsumexp(dim=-1)[row])
+        out.append(vocabulary.pick(logits, row, label) - vocabulary.log_total(logits)[row])
     return torch.cat(out)
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    logits = hidden @ weight.t()
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    return logits.mul_(scale)
-
-
-def _chunks(hidden: Tensor, weight: Tensor, tokens: HeadTokens) -> list[tuple[int, int, int, int]]:
+def _chunks(hidden: Tensor, vocabulary: Vocabulary, tokens: HeadTokens) -> list[tuple[int, int, int, int]]:
     """(first row, end row, first token, end token) of each chunk."""
     elements = _CHUNK_ELEMENTS_CUDA if hidden.is_cuda else _CHUNK_ELEMENTS_CPU
-    size = max(16, elements // len(weight))
+    size = max(16, elements // len(vocabulary.weight))
     bounds = [*range(0, len(hidden), size), len(hidden)]
     edges = torch.searchsorted(tokens.row, torch.tensor(bounds, device=hidden.device)).tolist()
     return list(zip(bounds[:-1], bounds[1:], edges[:-1], edges[1:], strict=True))

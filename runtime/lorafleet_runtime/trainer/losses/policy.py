@@ -1,8 +1,5 @@
-"""The policy-gradient token loss: plain differentiable arithmetic on log-probabilities, every token with its own run's
+"""The policy-gradient token loss put together from clip.py, mismatch.py and kl.py, every token with its own run's
 parameters, so runs with different algorithms share a pass. Called by head.py inside each chunk.
-
-Clipping follows PPO (Schulman 2017) with DAPO's asymmetric bounds and dual clip (Ye 2020); the sampler mismatch weight
-is truncated importance sampling; KL estimators are Schulman's k1, k2, k3.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -11,11 +8,8 @@ import torch
 from torch import Tensor
 
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
-
-_NO_DUAL_CLIP = 1e30
-_MAX_LOG_RATIO = 20.0
-_KL_TYPES = {"k1": 1, "k2": 2, "k3": 3}
-_TIS_MODES = {"Off": 0, "Clip": 1, "Mask": 2}
+from lorafleet_runtime.trainer.losses import kl, mismatch, reduction
+from lorafleet_runtime.trainer.losses.clip import NO_DUAL_CLIP, clipped_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +23,7 @@ class LossParams:
     clip_high: float
     dual_clip: float
     tis_mode: int
+    tis_floor: float
     tis_cap: float
     kl_coef: float
     kl_type: int
@@ -44,19 +39,18 @@ class LossParams:
             temperature=spec.sampling.temperature,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
-            dual_clip=_NO_DUAL_CLIP if algorithm.dual_clip is None else algorithm.dual_clip,
-            tis_mode=_TIS_MODES[algorithm.tis_mode],
+            dual_clip=NO_DUAL_CLIP if algorithm.dual_clip is None else algorithm.dual_clip,
+            tis_mode=mismatch.MODES[algorithm.tis_mode],
+            tis_floor=algorithm.tis_floor,
             tis_cap=algorithm.tis_cap,
             kl_coef=algorithm.kl_coef,
-            kl_type=_KL_TYPES[algorithm.kl_type],
+            kl_type=kl.TYPES[algorithm.kl_type],
             mask_truncated=algorithm.mask_truncated,
         )
 
     def token_weight(self, response_tokens: int) -> float:
         """Weight of each token of a response with this many tokens, before the step's denominator."""
-        if self.reduction == "sampleMean":
-            return 1.0 / response_tokens
-        return 1.0 if self.reduction == "tokenMean" else 1.0 / self.max_tokens
+        return reduction.token_weight(self.reduction, response_tokens, self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +65,7 @@ class PolicyTokens:
     clip_high: Tensor
     dual_clip: Tensor
     tis_mode: Tensor
+    tis_floor: Tensor
     tis_cap: Tensor
     kl_coef: Tensor
     kl_type: Tensor
@@ -100,27 +95,10 @@ def policy_loss(logprob: Tensor, tokens: PolicyTokens) -> Tensor:
         [N].
     """
     own = logprob.detach()
-    off = tokens.tis_mode == _TIS_MODES["Off"]
-    # exp of a gap beyond 20 would overflow and turn the clipped branch's zero gradient into NaN
-    gap = (logprob - torch.where(off, tokens.sampler, own)).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    ratio = gap.exp()
-    clipped = ratio.clamp(1 - tokens.clip_low, 1 + tokens.clip_high)
-    loss = torch.maximum(-tokens.advantage * ratio, -tokens.advantage * clipped)
-    bounded = torch.minimum(loss, -tokens.advantage * tokens.dual_clip)
-    loss = torch.where(tokens.advantage < 0, bounded, loss)
-    return tokens.weight * (_mismatch_weight(own, tokens, off) * loss + tokens.kl_coef * _kl(logprob, tokens))
-
-
-def _mismatch_weight(own: Tensor, tokens: PolicyTokens, off: Tensor) -> Tensor:
-    ratio = (own - tokens.sampler).exp()
-    dropped = (tokens.tis_mode == _TIS_MODES["Mask"]) & (ratio > tokens.tis_cap)
-    weight = torch.minimum(ratio, tokens.tis_cap)
-    return torch.where(off, torch.ones_like(weight), torch.where(dropped, torch.zeros_like(weight), weight))
-
-
-def _kl(logprob: Tensor, tokens: PolicyTokens) -> Tensor:
-    """KL(policy || base) per token; 0 with zero gradient where it is off."""
-    reference = torch.where(tokens.kl_coef > 0, tokens.reference, logprob.detach())
-    gap = (logprob - reference).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    k3 = (-gap).exp() - 1 + gap
-    return torch.where(tokens.kl_type == 1, gap, torch.where(tokens.kl_type == 2, 0.5 * gap.square(), k3))
+    t = tokens
+    old = torch.where(t.tis_mode == mismatch.OFF, t.sampler, own)
+    loss = clipped_loss(logprob, old, t.advantage, t.clip_low, t.clip_high, t.dual_clip)
+    weight = mismatch.mismatch_weight(own, t.sampler, t.tis_mode, t.tis_floor, t.tis_cap)
+    # without a KL term `reference` may be anything, so also what would make 0 x inf
+    reference = torch.where(t.kl_coef > 0, t.reference, own)
+    return t.weight * (weight * loss + t.kl_coef * kl.kl_penalty(logprob, reference, t.kl_type))

@@ -8,8 +8,8 @@ from lorafleet_runtime.types import Cursor
 from support.runs import group
 
 
-def need(remaining: int, *, oldest: int = 1, weight: int = 1) -> Need:
-    return Need(remaining=remaining, incarnation="1.1", oldest_version=oldest, weight=weight)
+def need(remaining: int, *, oldest: int = 1, weight: int = 1, whole: bool = False) -> Need:
+    return Need(remaining=remaining, incarnation="1.1", oldest_version=oldest, weight=weight, whole=whole)
 
 
 def fill(buffers: Buffers, uid: str, count: int, *, n: int = 1, incarnation: str = "1.1") -> None:
@@ -68,6 +68,36 @@ def test_a_full_batch_leaves_the_next_group_in_place() -> None:
     batch = buffers.collect({"a": need(3, weight=5)}, 4)
     assert [g.index for g in batch.groups] == [0, 1]
     assert [g.index for g in buffers.collect({"a": need(3)}, 4).groups] == [2]
+
+
+def test_a_run_that_waits_for_its_whole_batch_gives_nothing_and_holds_nobody_up() -> None:
+    buffers = Buffers()
+    fill(buffers, "a", 2)
+    fill(buffers, "b", 1)
+    needs = {"a": need(3, whole=True), "b": need(3)}
+    assert buffers.samples_ready(needs) == 2  # b's
+    assert uids(buffers, needs, 100) == ["b"]
+    assert buffers.count("a") == 2
+
+
+def test_a_whole_batch_goes_out_in_slices_of_the_usual_size() -> None:
+    buffers = Buffers()
+    fill(buffers, "a", 4)
+    needs = {"a": need(3, whole=True)}
+    assert buffers.samples_ready(needs) == 6
+    assert [g.index for g in buffers.first("a", 3)] == [0, 1, 2]
+    assert [g.index for g in buffers.collect(needs, 4).groups] == [0, 1]
+    assert [g.index for g in buffers.collect({"a": need(1)}, 4).groups] == [2]
+
+
+def test_stale_groups_do_not_fill_a_whole_batch() -> None:
+    buffers = Buffers()
+    fill(buffers, "a", 2, n=3)
+    fill(buffers, "a", 1, n=1)
+    fill(buffers, "a", 1, n=3, incarnation="0.9")
+    assert len(buffers.drop_stale("a", need(3, oldest=2, whole=True))) == 2
+    assert buffers.count("a") == 2
+    assert buffers.drop_stale("nobody", need(3)) == []
 
 
 def test_a_group_that_is_consumed_twice_counts_once() -> None:

@@ -1,11 +1,16 @@
 """Checkpoints: on the way, at the end, at a stop, and on storage that refuses them."""
 
+import asyncio
+import logging
+
 import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.loop import lifecycle
 from lorafleet_runtime.loop.lifecycle import drain
+from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, RunFault
+from support.fake_actors import FakeTrainer, Kept
 from support.fleets import World, ended, running
 from support.runs import put
 
@@ -106,9 +111,9 @@ async def test_a_stop_saves_live_runs_at_their_last_step(world: World) -> None:
         put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 500})
         await world.until(lambda: world.registry.runs["a"].step >= 3)
         await drain(world.fleet)
-        step, cursor, _ = world.disk["a"]
-    assert step >= 3
-    assert cursor.low == 2 * step  # exactly the groups of the steps that are saved
+        kept = world.disk["a"]
+    assert kept.step >= 3
+    assert kept.cursor.low == 2 * kept.step + len(kept.partial)  # exactly the groups that are saved
 
 
 async def test_a_trainer_that_dies_while_the_last_checkpoint_waits_costs_nothing(
@@ -123,3 +128,106 @@ async def test_a_trainer_that_dies_while_the_last_checkpoint_waits_costs_nothing
         await world.until(lambda: ended(world, "a"))
     run = world.registry.runs["a"]
     assert (run.state, run.step, world.disk["a"][0]) == ("COMPLETED", 3, 3)
+
+
+def slow_disk(world: World) -> asyncio.Event:
+    """Nothing is written before the event is set."""
+    ready = asyncio.Event()
+    world.configure_trainer = lambda t: setattr(t, "writing", ready)
+    return ready
+
+
+async def test_a_slow_disk_holds_up_no_run(world: World) -> None:
+    ready = slow_disk(world)
+    async with running(world):
+        put(world.registry, "a", numStep=12, checkpoint={"intervalSteps": 1})
+        put(world.registry, "b", numStep=12, checkpoint={"intervalSteps": 100})
+        await world.until(lambda: all(world.registry.runs[u].step >= 11 for u in "ab"))
+        assert world.disk == {}
+        assert world.registry.runs["a"].artifact is None  # told only of what is durable
+        ready.set()
+        await world.until(lambda: ended(world, "a") and ended(world, "b"))
+    assert (world.disk["a"].step, world.disk["b"].step) == (12, 12)
+
+
+async def test_a_run_has_one_save_on_its_way_and_makes_up_for_those_that_waited(world: World) -> None:
+    ready = slow_disk(world)
+    async with running(world):
+        put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 2})
+        await world.until(lambda: world.registry.runs["a"].step >= 9)
+        assert [kept.step for _, kept, _ in world.trainer.captures] == [2]
+        step = world.registry.runs["a"].step
+        ready.set()
+        await world.until(lambda: len(world.trainer.captures) >= 2)
+        assert world.trainer.captures[1][1].step <= step + 2  # after its next step, not at the next interval
+        world.registry.delete("a")
+
+
+async def test_a_run_that_fails_while_its_save_is_on_the_way_leaves_a_whole_one(world: World) -> None:
+    ready = slow_disk(world)
+    async with running(world):
+        put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 2})
+        await world.until(lambda: world.fleet.states.get("a") is not None and world.fleet.states["a"].saving.locked())
+        saving = world.fleet.states["a"].saving
+        world.registry.fail(RunFault("a", reasons.REWARD_ERROR, "it raised"))
+        await world.until(lambda: ended(world, "a"))
+        assert world.trainer.loaded == {}
+        ready.set()
+        async with saving:
+            pass
+    assert world.disk["a"] == Kept(2, Cursor(4), "1.1", (), 0.5)
+    assert world.registry.runs["a"].artifact is None  # of a run that ended nothing is told any more
+
+
+async def test_a_trainer_that_dies_with_a_save_on_its_way_saves_again(world: World) -> None:
+    ready = slow_disk(world)
+    async with running(world):
+        put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 2})
+        await world.until(lambda: len(world.trainer.captures) == 1)
+        world.trainers[0].dead = True
+        ready.set()
+        await world.until(lambda: world.registry.runs["a"].artifact is not None)
+        run = world.registry.runs["a"]
+        assert (run.restarts, run.incarnation) == (1, "1.1")
+        assert len(world.trainers) == 2
+        world.registry.delete("a")
+
+
+async def test_the_score_of_a_checkpoint_is_the_mean_reward_since_the_one_before(world: World) -> None:
+    rewards = {1: 0.0, 2: 1.0, 3: 0.5, 4: 0.25, 5: 1.0}
+
+    async with running(world):
+        commit = world.registry.commit
+
+        def with_rewards(uid: str, groups: int, _: object, mismatch: tuple[float, int]) -> bool:
+            return commit(uid, groups, [rewards[world.registry.runs[uid].step + 1]] * 2 * groups, mismatch)
+
+        world.registry.commit = with_rewards  # type: ignore[method-assign, assignment]
+        put(world.registry, "a", numStep=5, checkpoint={"intervalSteps": 2})
+        await world.until(lambda: ended(world, "a"))
+    assert [(kept.step, kept.score) for _, kept, _ in world.trainer.captures] == [(2, 0.5), (4, 0.375), (5, 1.0)]
+
+
+async def test_damaged_checkpoints_are_told_in_the_log_and_in_the_message(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "checkpoint step_6 is damaged (optimizer.safetensors is cut); set aside as .damaged-step_6-1"
+
+    def passing_over(trainer: FakeTrainer) -> None:
+        trainer.load = lambda request: _found(trainer, request, text)  # type: ignore[method-assign]
+
+    world.configure_trainer = passing_over
+    async with running(world):
+        put(world.registry, "a", numStep=1000)
+        await world.until(lambda: world.registry.runs["a"].state == "ACTIVE")
+        assert world.registry.view("a").message == f"training in slot 0; {text}"
+        world.registry.delete("a")
+    told = [r for r in caplog.records if text in r.getMessage()]
+    assert [r.levelno for r in told] == [logging.WARNING]
+    assert told[0].run["uid"] == "a"  # type: ignore[attr-defined]
+
+
+def _found(trainer: FakeTrainer, request: LoadRequest, text: str) -> Loaded:
+    trainer.loaded[request.uid], trainer.accumulated[request.uid] = [request.slot, 4], []
+    trainer.incarnations[request.uid] = "0.1"
+    return Loaded(request.uid, 4, Cursor(8), "0.1", passed_over=(text,))

@@ -8,7 +8,7 @@ import pytest
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable
 from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, Manifest, PromptGroup, StepResult, VersionId
-from support.fake_actors import FakeEngine, FakeTrainer
+from support.fake_actors import FakeEngine, FakeTrainer, Kept
 from support.fleets import World, ended, running
 from support.runs import put
 
@@ -144,14 +144,14 @@ async def test_the_snapshot_of_a_suspended_run_goes_with_the_run(world: World) -
     async with running(world):
         put(world.registry, "a", suspend=True)
         await world.until(lambda: world.registry.runs["a"].state == "SUSPENDED")
-        world.node["a"] = (3, Cursor(), "1.0")
+        world.node["a"] = Kept(3, Cursor(), "1.0")
         await world.until(lambda: "a" in world.fleet.unended)
         world.registry.delete("a")
         await world.until(lambda: "a" not in world.node)
 
 
 async def test_snapshots_of_runs_that_ended_meanwhile_are_removed(world: World) -> None:
-    world.node["gone"] = world.node["mine"] = (3, Cursor(), "1.0")
+    world.node["gone"] = world.node["mine"] = Kept(3, Cursor(), "1.0")
     world.registry.sync(["mine"])
     async with running(world):
         await world.until(lambda: "gone" not in world.node)

@@ -27,6 +27,10 @@ def check(**changes: Any) -> None:
             {"nSamplesPerPrompt": 1, "algorithm": {"advantage": "rloo"}},
             ("nSamplesPerPrompt: 1 ", "algorithm.advantage rloo", "use 2 or more"),
         ),
+        (
+            {"nSamplesPerPrompt": 1, "rolloutBatchSize": 1, "algorithm": {"advantage": "reinforce"}},
+            ("rolloutBatchSize: 1 with nSamplesPerPrompt 1", "use more of either"),
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_field(changes: dict[str, Any], texts: tuple[str, ...]) -> None:
@@ -56,6 +60,10 @@ def test_what_lies_at_the_limit_is_taken(changes: dict[str, Any]) -> None:
         ({"optimizer": {"weightDecay": math.inf}}, "optimizer.weightDecay: inf: Input should be a finite number"),
         ({"optimizer": {"eps": float("1e400")}}, "optimizer.eps: inf: Input should be a finite number"),
         ({"algorithm": {"tisCap": math.inf}}, "algorithm.tisCap: inf: Input should be a finite number"),
+        (
+            {"algorithm": {"tisFloor": 3, "tisCap": 2}},
+            "algorithm.tisFloor: 3.0 is above tisCap 2.0; lower tisFloor or raise tisCap",
+        ),
         ({"rewardTimeoutSeconds": math.inf}, "rewardTimeoutSeconds: inf: "),
         ({"optimizer": {"betas": [0.9, 1]}}, "optimizer.betas: 1.0 is not in [0, 1); use for example [0.9, 0.98]"),
         ({"optimizer": {"minLr": 1}}, "optimizer.minLr: 1.0 is above lr 1e-05; lower minLr or raise lr"),

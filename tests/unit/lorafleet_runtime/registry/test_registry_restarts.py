@@ -38,8 +38,8 @@ def test_a_restart_does_not_start_the_registration_deadline_anew() -> None:
 def test_an_edit_beyond_the_pools_limits_is_refused_and_changes_nothing(registry: Registry) -> None:
     activate(registry, "a")
     with pytest.raises(SpecProblem) as caught:
-        put(registry, "a", generation=2, recordSteps=True)
-    assert caught.value.field == "recordSteps"
+        put(registry, "a", generation=2, mixedVersions=True)
+    assert caught.value.field == "mixedVersions"
     assert registry.runs["a"].generation == 1
 
 

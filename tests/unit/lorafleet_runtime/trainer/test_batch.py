@@ -1,6 +1,8 @@
 """Packing: what gets a row, what is only a label, and which groups share a pass."""
 
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.trainer.attention import GroupRows
@@ -45,10 +47,58 @@ def test_rows_and_tokens_of_a_slot_are_adjacent() -> None:
     assert batch.spans == ((0, 0, 2), (2, 2, 6))
 
 
+def works_of(*sizes: tuple[int, int]) -> list[Work]:
+    """(slot, rows) each; the token id tells them apart."""
+    return [Work(slot, PARAMS, (1,) * rows, (sample(i),)) for i, (slot, rows) in enumerate(sizes)]
+
+
+def number(work: Work) -> int:
+    """Its place in works_of."""
+    return work.samples[0].token_ids[0]
+
+
+def rows_of(passes: list[list[Work]]) -> list[list[int]]:
+    return [[w.rows for w in members] for members in passes]
+
+
 def test_passes_fill_up_to_the_budget() -> None:
-    works = [Work(0, PARAMS, (1,) * n, (sample(3),)) for n in (6, 3, 5, 20)]
-    assert [[w.rows for w in p] for p in pack(works, 10, deterministic=False)] == [[6, 3], [5], [20]]
-    assert [len(p) for p in pack(works, 10, deterministic=True)] == [1, 1, 1, 1]
+    works = works_of((0, 6), (0, 3), (0, 5), (0, 20))
+    assert rows_of(pack(works, 10, deterministic=False)) == [[6, 3], [5], [20]]
+    assert rows_of(pack(works, 10, deterministic=True)) == [[6], [3], [5], [20]]
+
+
+def test_work_is_moved_to_where_it_fits_when_that_saves_a_pass() -> None:
+    works = works_of((1, 4), (1, 7), (0, 6), (0, 3))
+    assert rows_of(pack(works, 10, deterministic=False)) == [[6, 4], [3, 7]]
+
+
+def test_filling_in_order_is_kept_where_it_needs_fewer_passes() -> None:
+    """First-fit decreasing makes [6, 4], [4, 4, 3], [3] of these."""
+    works = works_of((0, 6), (0, 3), (0, 3), (1, 4), (1, 4), (1, 4))
+    assert rows_of(pack(works, 12, deterministic=False)) == [[6, 3, 3], [4, 4, 4]]
+
+
+def next_fit_count(sizes: list[int], budget: int) -> int:
+    count = room = 0
+    for size in sizes:
+        if not count or size > room:
+            count, room = count + 1, budget
+        room -= size
+    return count
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), max_size=30), st.integers(1, 50))
+@example([(0, 30), (1, 30)], 20)
+def test_any_work_is_packed_once_within_the_budget_and_in_order(sizes: list[tuple[int, int]], budget: int) -> None:
+    works = works_of(*sizes)
+    passes = pack(works, budget, deterministic=False)
+    assert sorted(number(w) for members in passes for w in members) == list(range(len(works)))
+    for members in passes:
+        assert members and (len(members) == 1 or sum(w.rows for w in members) <= budget)
+        assert members == sorted(members, key=lambda w: (w.slot, number(w)))
+    ordered = sorted(works, key=lambda w: w.slot)
+    assert len(passes) <= next_fit_count([w.rows for w in ordered], budget)
+    assert pack(works, budget, deterministic=True) == [[w] for w in ordered]
 
 
 def test_group_over_the_budget_is_split_between_samples() -> None:

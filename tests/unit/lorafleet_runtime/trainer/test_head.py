@@ -5,7 +5,10 @@ import torch
 from torch import Tensor
 
 from lorafleet_runtime.trainer.losses import head
-from lorafleet_runtime.trainer.losses.head import HeadTokens, head_logprobs, head_loss
+from lorafleet_runtime.trainer.losses.head import HeadTokens, Vocabulary, head_logprobs, head_loss
+from lorafleet_runtime.trainer.parallel import Ranks
+
+SINGLE = Ranks(0, 1, 1)
 
 
 def make_case() -> tuple[Tensor, Tensor, HeadTokens, Tensor]:
@@ -29,20 +32,21 @@ def test_logprob_and_gradient_equal_full_logits(chunk: int, monkeypatch: pytest.
     loss = scale * expected.exp() - expected
     torch.autograd.backward(loss.sum())
 
-    result = head_loss(hidden, weight, tokens, lambda lp, a, b: scale[a:b] * lp.exp() - lp)
+    result = head_loss(hidden, Vocabulary(weight, SINGLE), tokens, lambda lp, a, b: scale[a:b] * lp.exp() - lp)
 
     assert leaf.grad is not None
     torch.testing.assert_close(result.logprob, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(result.grad_hidden, leaf.grad, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(head_logprobs(hidden, weight, tokens), expected.detach(), rtol=1e-12, atol=1e-12)
+    only = head_logprobs(hidden, Vocabulary(weight, SINGLE), tokens)
+    torch.testing.assert_close(only, expected.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_nan_in_one_row_stays_in_that_row() -> None:
     hidden, weight, tokens, _ = make_case()
-    healthy = head_loss(hidden, weight, tokens, lambda lp, a, b: -lp)
+    healthy = head_loss(hidden, Vocabulary(weight, SINGLE), tokens, lambda lp, a, b: -lp)
     hidden[5] = torch.nan
-    sick = head_loss(hidden, weight, tokens, lambda lp, a, b: -lp)
+    sick = head_loss(hidden, Vocabulary(weight, SINGLE), tokens, lambda lp, a, b: -lp)
     others = torch.arange(40) != 5
     assert torch.equal(sick.grad_hidden[others], healthy.grad_hidden[others])
     assert bool(sick.grad_hidden[5].isnan().all())

@@ -1,6 +1,7 @@
-"""The token loss and its slope against values worked out by hand."""
+"""The token loss put together: values worked out by hand, and each formula written out for one token."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ def one(p: LossParams, ratio: float, advantage: float, reference: float = 0.0) -
 
     tokens = PolicyTokens(
         full(advantage), full(-1.0 - math.log(ratio)), full(1.0), full(p.clip_low), full(p.clip_high),
-        full(p.dual_clip), full(p.tis_mode), full(p.tis_cap), full(p.kl_coef), full(p.kl_type), full(reference),
+        full(p.dual_clip), full(p.tis_mode), full(p.tis_floor), full(p.tis_cap), full(p.kl_coef), full(p.kl_type),
+        full(reference),
     )  # fmt: skip
     loss = policy_loss(lp, tokens)
     (slope,) = torch.autograd.grad(loss.sum(), lp)
@@ -41,7 +43,9 @@ CLIP, MASK, OFF = {"tisMode": "Clip"}, {"tisMode": "Mask"}, {"tisMode": "Off"}
         (CLIP, 1.5, 2.0, -3.0, -3.0),  # mismatch weight 1.5
         (CLIP, 5.0, 2.0, -4.0, -4.0),  # capped at 2
         (CLIP, 0.1, -1.0, 0.1, 0.1),
+        (CLIP | {"tisFloor": 0.5}, 0.1, -1.0, 0.5, 0.5),  # raised to the floor
         (MASK, 1.5, 2.0, -3.0, -3.0),
+        (MASK | {"tisFloor": 0.5}, 0.1, -1.0, 0.0, 0.0),  # below the floor: dropped
         (MASK, 5.0, 2.0, 0.0, 0.0),  # above the cap: dropped
         (OFF, 1.1, 1.0, -1.1, -1.1),  # inside the clip range
         (OFF, 1.5, 1.0, -1.28, 0.0),  # clipped above: 1 + 0.28
@@ -78,7 +82,60 @@ def test_extreme_mismatch_gives_a_finite_slope(algorithm: dict[str, object], adv
         assert math.isfinite(loss) and math.isfinite(slope)
 
 
-def test_token_weight_by_reduction() -> None:
-    assert params(lossReduction="sampleMean").token_weight(4) == 0.25
-    assert params(lossReduction="tokenMean").token_weight(4) == 1.0
-    assert params(lossReduction="constant").token_weight(4) == 0.02
+def by_the_formulas(p: LossParams, lp: Tensor, advantage: float, sampler: float, reference: float) -> Tensor:
+    """The loss of one token with an `if` for every choice."""
+    off = p.tis_mode == 0
+    ratio = torch.exp(lp - (sampler if off else lp.item()))
+    loss = -advantage * ratio
+    if (advantage > 0 and ratio.item() > 1 + p.clip_high) or (advantage < 0 and ratio.item() < 1 - p.clip_low):
+        loss = torch.tensor(-advantage * (1 + p.clip_high if advantage > 0 else 1 - p.clip_low), dtype=lp.dtype)
+    if advantage < 0 and loss.item() > -advantage * p.dual_clip:
+        loss = torch.tensor(-advantage * p.dual_clip, dtype=lp.dtype)
+    if not off:
+        weight = math.exp(lp.item() - sampler)
+        if p.tis_mode == 1:
+            weight = max(p.tis_floor, min(p.tis_cap, weight))
+        elif not p.tis_floor <= weight <= p.tis_cap:
+            weight = 0.0
+        loss = weight * loss
+    if p.kl_coef > 0:
+        gap = lp - reference
+        penalty = {1: gap, 2: gap * gap / 2, 3: torch.exp(-gap) - 1 + gap}[p.kl_type]
+        loss = loss + p.kl_coef * penalty
+    return loss
+
+
+def test_tokens_of_runs_with_any_algorithm_share_a_pass() -> None:
+    """600 random tokens, each with the parameters of another run, in one call."""
+    rng = random.Random(0)
+    rows = []
+    for _ in range(600):
+        p = params(
+            tisMode=rng.choice(["Off", "Clip", "Mask"]), tisFloor=rng.choice([0.0, 0.4]), tisCap=rng.choice([1.5, 2.0]),
+            clipLow=rng.choice([0.0, 0.2]), clipHigh=rng.choice([0.0, 0.28]), dualClip=rng.choice([None, 1.5, 3.0]),
+            klCoef=rng.choice([0.0, 0.3]), klType=rng.choice(["k1", "k2", "k3"]),
+        )  # fmt: skip
+        lp = rng.uniform(-5, -0.1)
+        reference = lp + rng.gauss(0, 1) if p.kl_coef else math.nan
+        rows.append((p, lp, rng.choice([-1.5, 0.0, 2.0]), lp + rng.gauss(0, 1), reference, rng.uniform(0.1, 1)))
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    names = ("clip_low", "clip_high", "dual_clip", "tis_mode", "tis_floor", "tis_cap", "kl_coef", "kl_type")
+    settings = {name: column([float(getattr(row[0], name)) for row in rows]) for name in names}
+    advantage, sampler, reference, weight = (column([row[i] for row in rows]) for i in (2, 3, 4, 5))
+    tokens = PolicyTokens(advantage=advantage, sampler=sampler, weight=weight, reference=reference, **settings)
+    lp = column([row[1] for row in rows]).requires_grad_(True)
+    loss = policy_loss(lp, tokens)
+    (slope,) = torch.autograd.grad(loss.sum(), lp)
+    leaf = column([row[1] for row in rows]).requires_grad_(True)
+    naive = torch.stack([w * by_the_formulas(p, leaf[i], a, s, r) for i, (p, _, a, s, r, w) in enumerate(rows)])
+    (expected,) = torch.autograd.grad(naive.sum(), leaf)
+    torch.testing.assert_close(loss, naive, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(slope, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_floor_above_the_cap_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"tisFloor: 3.0 is above tisCap 2.0; lower tisFloor or raise tisCap"):
+        params(tisFloor=3.0)

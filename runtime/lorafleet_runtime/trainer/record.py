@@ -1,0 +1,195 @@
+"""Records of a run's optimizer steps, for `lorafleet replay` (recordSteps): what went into each and what came out.
+
+Called by the trainer: `start` at load, `add` while a batch accumulates, `write` at step time before the snapshot of the
+step, so that a state at step N always has its record. Runs no model; record_files.py has the format.
+A record that storage refuses is an error for people and never ends a run or a step.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lorafleet_runtime.trainer.parallel import Ranks
+from lorafleet_runtime.trainer.record_files import (
+    FORMAT,
+    PENDING,
+    RUN_FILE,
+    Start,
+    StepFigures,
+    flatten,
+    read_pair,
+    remove_pair,
+    step_json,
+    step_name,
+    trim,
+    unflatten,
+    write_pair,
+    write_start,
+)
+from lorafleet_runtime.types import PromptGroup, VersionId
+
+FOLDER = "records"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRecord:
+    """The groups of an unfinished step, apart from the recorder: written on another thread than the one that trains."""
+
+    uid: str
+    directory: Path
+    tensors: dict[str, Tensor]
+    about: dict[str, Any]
+
+    def write(self) -> None:
+        """Write it beside the records. A failure costs the step's record, which then says so, not the checkpoint."""
+        try:
+            write_pair(self.directory, PENDING, self.tensors, self.about)
+        except (OSError, SafetensorError) as error:
+            log.error("run %s: the unfinished step cannot be recorded in %s (%s)", self.uid, self.directory, error)
+
+
+class StepRecorder:
+    """One run's records.
+
+    Args:
+        uid: of the run.
+        directory: `{run directory}/records`; None on ranks that only keep log-probabilities.
+        dtype: of the loss arithmetic, float32 or float64: what advantages and log-probabilities are stored as.
+        mask_truncated: the run leaves truncated samples out of the loss.
+    """
+
+    def __init__(self, uid: str, directory: Path | None, dtype: torch.dtype, mask_truncated: bool) -> None:
+        self.uid = uid
+        self._directory = directory
+        self._dtype = dtype
+        self._mask_truncated = mask_truncated
+        self._groups: list[PromptGroup] = []
+        self._logprobs: dict[int, tuple[Tensor, ...]] = {}
+        self._unwritten: Start | None = None
+        """The beginning, while storage refuses it."""
+        self._broken = ""
+        """Why the step in progress cannot be recorded."""
+        self._notes: list[str] = []
+        """What went wrong at load, to be told with the next step."""
+
+    def start(self, start: Start | None, step: int) -> None:
+        """Begin at load: fresh, or behind the step that the run was loaded at. Later records are removed.
+
+        Args:
+            start: for a run without any state; None for one that goes on.
+            step: that the run was loaded at.
+        """
+        if self._directory is None:
+            return
+        self._unwritten = start
+        try:
+            trim(self._directory, step, fresh=start is not None)
+            if start is None and not (self._directory / RUN_FILE).exists():
+                self._notes.append(f"{self._directory / RUN_FILE} is missing, so no step can be replayed")
+        except OSError as error:
+            self._notes.append(f"old records in {self._directory} cannot be removed ({error})")
+        self._begin()
+
+    def add(
+        self, groups: Sequence[PromptGroup], mine: Sequence[PromptGroup], logprobs: Mapping[tuple[int, int], Tensor]
+    ) -> None:
+        """Groups that were accumulated.
+
+        Args:
+            groups: as trained, in order.
+            mine: those of them that this rank computed; the others' log-probabilities are on other ranks.
+            logprobs: [R] on the host, the trainer's own, by the identities of a prompt and a sample; a sample that took
+                no pass has none.
+        """
+        none, own = torch.empty(0, dtype=self._dtype), {id(group) for group in mine}
+        for place, group in enumerate(groups, len(self._groups)):
+            if id(group) in own:
+                keys = [(id(group.prompt_ids), id(sample)) for sample in group.samples]
+                self._logprobs[place] = tuple(logprobs.get(key, none) for key in keys)
+        self._groups.extend(groups)
+
+    def _collect(self, ranks: Ranks) -> None:
+        """Bring what other data-parallel ranks computed to rank 0; a collective."""
+        for part in ranks.gather_from_dp(self._logprobs):
+            if ranks.is_first:
+                self._logprobs.update(part)
+
+    def discard(self) -> None:
+        """Forget the step in progress."""
+        self._groups, self._logprobs, self._broken = [], {}, ""
+
+    def write(self, figures: StepFigures, ranks: Ranks) -> str:
+        """Write the record of a step, durably and in place of an older one; a collective.
+
+        Returns:
+            What went wrong, for people; "" when nothing did. The step counts either way.
+        """
+        self._collect(ranks)
+        if self._directory is None:
+            return ""
+        name = step_name(figures.step)
+        notes, self._notes = [*self._notes, *self._begin()], []
+        try:
+            if self._broken:
+                raise OSError(self._broken)
+            write_pair(self._directory, name, self._tensors(), step_json(figures, self._groups))
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):  # an older record of this step would tell of other samples
+                remove_pair(self._directory, name)
+            notes.append(f"the record of step {figures.step} cannot be written to {self._directory} ({error})")
+        return f"recordSteps: {'; '.join(notes)}; replay will stop there; free space or fix it" if notes else ""
+
+    def pending(self, step: int, ranks: Ranks) -> PendingRecord | None:
+        """The groups of the unfinished step `step`, for a checkpoint that holds their gradient; a collective."""
+        self._collect(ranks)
+        if self._directory is None or not self._groups or self._broken:
+            return None
+        about = {"format": FORMAT, "step": step, "versions": [g.version.name for g in self._groups]}
+        return PendingRecord(self.uid, self._directory, self._tensors(), about)
+
+    def restore(self, step: int, groups: int) -> None:
+        """Read the unfinished step back: its gradient came from a checkpoint.
+
+        Args:
+            step: the unfinished step.
+            groups: accumulated in it.
+        """
+        self.discard()
+        if self._directory is None:
+            # the first `groups` places of the step belong to rank 0, which has their record
+            self._groups = [_PLACEHOLDER] * groups
+            return
+        try:
+            about, tensors = read_pair(self._directory, PENDING)
+            found = (about["step"], len(about["versions"]))
+            if found[0] != step or found[1] < groups:  # more: of a later checkpoint that did not become whole
+                raise ValueError(f"it holds {found[1]} groups of step {found[0]}, not {groups} of step {step}")
+            self._groups, self._logprobs = unflatten(self.uid, about["versions"][:groups], tensors)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            self._broken = f"{PENDING}.safetensors of its first {groups} groups cannot be read: {error}"
+
+    def _begin(self) -> list[str]:
+        """Write run.json and the initial adapter where they are still to be written. Returns what went wrong."""
+        if self._unwritten is None or self._directory is None:
+            return []
+        try:
+            write_start(self._directory, self._unwritten)
+        except (OSError, SafetensorError) as error:
+            return [f"{self._directory / RUN_FILE} and the initial adapter cannot be written ({error})"]
+        self._unwritten = None
+        return []
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return flatten(self._groups, self._logprobs, self._dtype, self._mask_truncated)
+
+
+_PLACEHOLDER = PromptGroup("", VersionId("", "", 0), -1, (), ())

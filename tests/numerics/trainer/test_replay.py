@@ -1,0 +1,268 @@
+"""`lorafleet replay` comes to the trainer's adapter by other means, and finds every record that was altered."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lorafleet_runtime.types import Cursor
+from support.replay import DIRECTORY, edit_json, groups_of, recorded, run_replay, step_on, tamper
+from support.trainer import make_rank, make_request, with_advantage
+from support.trainer_group import running_group
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "schedule": {
+        "optimizer": {"lr": 1e-2, "schedule": "linear", "warmupSteps": 1, "minLr": 1e-3, "clipGrad": 0}
+    },
+    "off": {
+        "algorithm": {"tisMode": "Off", "dualClip": 1.5, "lossReduction": "tokenMean"},
+        "optimizer": {"lr": 1e-2, "schedule": "cosine", "weightDecay": 0.5},
+    },
+    "mask": {
+        "algorithm": {
+            "tisMode": "Mask", "tisFloor": 0.3, "tisCap": 3.0, "lossReduction": "constant", "maskTruncated": True
+        },
+        "sampling": {"temperature": 0.7, "maxTokens": 8},
+    },
+    "floor": {"algorithm": {"tisFloor": 0.9, "tisCap": 1.1, "clipLow": 0.0}, "targetModules": ["down_proj", "k_proj"]},
+    "k1": {"algorithm": {"klCoef": 0.1, "klType": "k1"}},
+    "k2": {"algorithm": {"klCoef": 0.1, "klType": "k2", "maskTruncated": True}},
+    "k3": {"algorithm": {"klCoef": 0.1, "klType": "k3", "lossReduction": "tokenMean"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_replays_to_the_same_adapter(qwen3: Path, tmp_path: Path, name: str) -> None:
+    directory = recorded(qwen3, tmp_path, saves=(1, 3), **SETTINGS[name])
+    code, output = run_replay(directory, qwen3)
+    assert code == 0, output
+    assert "3 steps replayed, 2 checkpoints compared; all within 1e-03" in output
+
+
+def test_untied_embeddings_and_double_precision(llama: Path, tmp_path: Path) -> None:
+    directory = recorded(llama, tmp_path)
+    code, output = run_replay(directory, llama, "--dtype", "float64")
+    assert code == 0, output
+
+
+def test_adapter_that_a_run_started_from_keeps_its_rslora_scale(qwen3: Path, tmp_path: Path) -> None:
+    """The scale is alpha / sqrt(rank): with alpha / rank the log-probabilities would differ at once."""
+    recorded(qwen3, tmp_path, steps=1, saves=(1,))
+    source = tmp_path / DIRECTORY / "step_1"
+    edit_json(source / "adapter_config.json", use_rslora=True)
+    rank = make_rank(qwen3, tmp_path)
+    rank.load(replace(make_request("a", recordSteps=True, initFrom=f"{DIRECTORY}/step_1"), name="warm"))
+    step_on(rank, groups_of(1))
+    rank.checkpoint("a", "team/warm/a", Cursor())
+    code, output = run_replay(tmp_path / "team/warm/a", qwen3)
+    assert code == 0, output
+
+
+def altered_advantage(directory: Path) -> None:
+    def change(t: dict[str, Tensor]) -> None:
+        t["advantage"][0] *= 1.05
+
+    _tamper_step(directory, change)
+
+
+def altered_token(directory: Path) -> None:
+    def change(t: dict[str, Tensor]) -> None:
+        t["token_ids"][0] ^= 1
+
+    _tamper_step(directory, change)
+
+
+def altered_prompt(directory: Path) -> None:
+    def change(t: dict[str, Tensor]) -> None:
+        t["prompt_ids"][3] ^= 1
+
+    _tamper_step(directory, change)
+
+
+def altered_sampler(directory: Path) -> None:
+    def change(t: dict[str, Tensor]) -> None:
+        t["sampler_logprobs"] += 0.05
+
+    _tamper_step(directory, change)
+
+
+def altered_rate(directory: Path) -> None:
+    edit_json(directory / "records/step_00000002.json", lr=0.0100001)
+
+
+def altered_weight(directory: Path) -> None:
+    def change(t: dict[str, Tensor]) -> None:
+        next(iter(t.values()))[0, 0] += 1e-6
+
+    path = directory / "step_2"
+    tamper(path / "adapter_model.safetensors", path / "state.json", change)
+
+
+def altered_masters(directory: Path) -> None:
+    """Adapter, masters and digests agree with each other: only a replay tells that the run did not come to them."""
+    moved = 0.02
+
+    def change_adapter(t: dict[str, Tensor]) -> None:
+        t["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"][0, 0] += moved
+
+    def change_masters(t: dict[str, Tensor]) -> None:
+        t["master"][0] += moved
+
+    path = directory / "step_2"
+    tamper(path / "adapter_model.safetensors", path / "state.json", change_adapter)
+    tamper(path / "optimizer.safetensors", path / "state.json", change_masters)
+
+
+def _tamper_step(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    path = directory / "records/step_00000002"
+    tamper(path.with_suffix(".safetensors"), path.with_suffix(".json"), change)
+
+
+@pytest.mark.parametrize(
+    "alter, what",
+    [
+        (altered_advantage, "the gradient norm"),
+        (altered_token, "the log-probability of group 0, sample 0, token"),
+        (altered_prompt, "the log-probability of group 0"),
+        (altered_sampler, "the gradient norm"),
+        (altered_rate, "the learning rate"),
+        (altered_weight, "adapter_model.safetensors is not its master"),
+        (altered_masters, "layers.0.self_attn.q_proj.lora_A.weight of its checkpoint is off"),
+    ],
+)
+def test_alteration_is_found_at_its_step(qwen3: Path, tmp_path: Path, alter: Callable[[Path], None], what: str) -> None:
+    directory = recorded(qwen3, tmp_path, saves=(1, 2, 3))
+    alter(directory)
+    code, output = run_replay(directory, qwen3)
+    assert code == 1
+    assert re.search(rf"\nstep 2: .*{re.escape(what)}", output), output
+
+
+def test_replay_goes_on_from_a_kept_checkpoint(qwen3: Path, tmp_path: Path) -> None:
+    directory = recorded(qwen3, tmp_path, saves=(1, 3))
+    (directory / "records/step_00000001.json").unlink()
+    code, output = run_replay(directory, qwen3, "--steps", "2:3")
+    assert (code, "2 steps replayed, 1 checkpoints compared" in output) == (0, True), output
+
+
+def test_run_killed_after_a_step_redoes_it_and_its_record(qwen3: Path, tmp_path: Path) -> None:
+    directory = recorded(qwen3, tmp_path, steps=3, saves=(2,))  # step 3 is lost with the trainer
+    before = load_file(directory / "records/step_00000003.safetensors")
+    rank = make_rank(qwen3, tmp_path)
+    rank.load(make_request("a", resume=str(directory / "step_2"), recordSteps=True, checkpoint={"keep": 9}))
+    assert not (directory / "records/step_00000003.json").exists()
+    step_on(rank, groups_of(7))
+    rank.checkpoint("a", DIRECTORY, Cursor())
+    after = load_file(directory / "records/step_00000003.safetensors")
+    assert before["token_ids"].tolist() != after["token_ids"].tolist()
+    code, output = run_replay(directory, qwen3)
+    assert code == 0, output
+
+
+def suspended(model: Path, storage: Path) -> Path:
+    """One step, then one of two groups, then a checkpoint with its gradient."""
+    rank = make_rank(model, storage)
+    rank.load(make_request("a", recordSteps=True, checkpoint={"keep": 9}))
+    step_on(rank, groups_of(1))
+    rank.accumulate(groups_of(2)[:1])
+    artifact = rank.checkpoint("a", DIRECTORY, Cursor(), partial=True)
+    assert artifact is not None
+    return Path(artifact.path)
+
+
+def test_groups_before_a_suspension_are_in_the_record_of_their_step(qwen3: Path, tmp_path: Path) -> None:
+    checkpoint = suspended(qwen3, tmp_path)
+    rank = make_rank(qwen3, tmp_path)
+    request = make_request("a", resume=str(checkpoint), recordSteps=True, checkpoint={"keep": 9})
+    assert rank.load(request).groups == 1
+    assert step_on(rank, groups_of(2)[1:]).unrecorded == ""
+    rank.checkpoint("a", DIRECTORY, Cursor())
+    code, output = run_replay(tmp_path / DIRECTORY, qwen3)
+    assert code == 0, output
+    assert "2 steps replayed, 2 checkpoints compared" in output
+
+
+def test_log_probabilities_of_other_data_parallel_ranks_are_recorded(
+    qwen3: Path, tmp_path: Path, ray_here: None
+) -> None:
+    """Also those of an unfinished step, which a trainer of one rank goes on with."""
+    directory = tmp_path / DIRECTORY
+    with running_group(qwen3, tmp_path, dp=2, tp=1) as group:
+        group.call("load", make_request("a", recordSteps=True, checkpoint={"keep": 9}))
+        group.call("accumulate", groups_of(1))
+        assert group.call("step", "a", Cursor(), "1.1").unrecorded == ""
+        group.call("accumulate", groups_of(2))
+        checkpoint = group.checkpoint("a", directory, partial=True).path
+    rank = make_rank(qwen3, tmp_path)
+    rank.load(make_request("a", resume=checkpoint, recordSteps=True, checkpoint={"keep": 9}))
+    assert step_on(rank, groups_of(3)[:1]).unrecorded == ""
+    rank.checkpoint("a", DIRECTORY, Cursor())
+    for step, samples in ((1, 6), (2, 9)):
+        record = load_file(directory / f"records/step_{step:08d}.safetensors")
+        assert len(record["advantage"]) == samples
+        assert record["old_offsets"].tolist() == record["token_offsets"].tolist()
+    code, output = run_replay(directory, qwen3)
+    assert (code, "2 steps replayed, 2 checkpoints compared" in output) == (0, True), output
+
+
+def test_lost_record_of_an_unfinished_step_is_a_gap_and_said(qwen3: Path, tmp_path: Path) -> None:
+    checkpoint = suspended(qwen3, tmp_path)
+    (tmp_path / DIRECTORY / "records/pending.json").unlink()
+    rank = make_rank(qwen3, tmp_path)
+    rank.load(make_request("a", resume=str(checkpoint), recordSteps=True, checkpoint={"keep": 9}))
+    assert "recordSteps: the record of step 2 cannot be written" in step_on(rank, groups_of(2)[1:]).unrecorded
+    assert step_on(rank, groups_of(3)).unrecorded == ""
+    code, output = run_replay(tmp_path / DIRECTORY, qwen3)
+    assert code == 1
+    assert "1 steps replayed" in output and "\nstep 2: its record is missing" in output
+
+
+def test_storage_that_refuses_a_record_costs_the_record_and_not_the_step(qwen3: Path, tmp_path: Path) -> None:
+    rank = make_rank(qwen3, tmp_path)
+    blocked = tmp_path / DIRECTORY / "records"
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("a file where the folder should be")
+    rank.load(make_request("a", recordSteps=True))
+    told = step_on(rank, groups_of(1))
+    assert told.step == 1
+    assert "run.json and the initial adapter cannot be written" in told.unrecorded
+    assert "the record of step 1 cannot be written" in told.unrecorded
+    blocked.unlink()
+    assert step_on(rank, groups_of(2)).unrecorded == ""
+    code, output = run_replay(tmp_path / DIRECTORY, qwen3)
+    assert (code, "0 steps replayed" in output, "\nstep 1: its record is missing" in output) == (1, True, True), output
+    initial = load_file(blocked / "initial/adapter_model.safetensors")
+    assert all(not tensor.any() for key, tensor in initial.items() if "lora_B" in key)  # not that of step 1
+
+
+def test_groups_that_take_no_pass_are_recorded_without_logprobs(qwen3: Path, tmp_path: Path) -> None:
+    rank = make_rank(qwen3, tmp_path)
+    rank.load(make_request("a", recordSteps=True))
+    plain, other = groups_of(1)
+    step_on(rank, [with_advantage(plain, 0.0), other])
+    rank.checkpoint("a", DIRECTORY, Cursor())
+    record = load_file(tmp_path / DIRECTORY / "records/step_00000001.safetensors")
+    assert record["old_offsets"].tolist() == [0, 0, 0, 0, 5, 6, 14]
+    assert record["token_offsets"].tolist() == [0, 5, 6, 14, 19, 20, 28]
+    code, output = run_replay(tmp_path / DIRECTORY, qwen3)
+    assert code == 0, output
+
+
+def test_another_base_model_is_refused_by_its_digest(qwen3: Path, llama: Path, tmp_path: Path) -> None:
+    directory = recorded(qwen3, tmp_path, steps=1, saves=(1,))
+    code, output = run_replay(directory, llama)
+    assert code == 1
+    assert re.match(r"error: base-model: .*: its digest is \w{12}\.\.\., the run trained on ", output)
+
+
+def test_run_that_does_not_record_leaves_nothing(qwen3: Path, tmp_path: Path) -> None:
+    rank = make_rank(qwen3, tmp_path)
+    rank.load(make_request("a"))
+    step_on(rank, groups_of(1))
+    assert not (tmp_path / DIRECTORY).exists()

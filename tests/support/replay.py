@@ -1,0 +1,74 @@
+"""Recorded runs for tests of recordSteps and `lorafleet replay`, and ways to tamper with what they left."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from lorafleet_cli.main import app
+from lorafleet_runtime.trainer.rank import TrainerRank
+from lorafleet_runtime.types import Cursor, PromptGroup, RunFault, StepResult
+from support.trainer import make_groups, make_rank, make_request
+
+DIRECTORY = "team/run-a/a"
+"""Of the recorded run, on its storage."""
+
+
+def groups_of(step: int) -> list[PromptGroup]:
+    """Two groups of three samples; the second sample of each is truncated, and the others' advantages differ."""
+    return [
+        replace(g, samples=tuple(replace(s, truncated=i == 1, reward=float(i)) for i, s in enumerate(g.samples)))
+        for g in make_groups("a", seed=step)
+    ]
+
+
+def step_on(rank: TrainerRank, groups: Sequence[PromptGroup], cursor: Cursor = Cursor()) -> StepResult:
+    """Accumulate and step."""
+    assert not rank.accumulate(groups).faults
+    result = rank.step("a", cursor, "1.1")
+    assert not isinstance(result, RunFault), result
+    return result
+
+
+def recorded(model: Path, storage: Path, steps: int = 3, saves: Sequence[int] = (3,), **spec: Any) -> Path:
+    """Train run "a" with recordSteps. Returns its directory; checkpoints are kept of the steps in `saves`."""
+    rank = make_rank(model, storage)
+    rank.load(make_request("a", recordSteps=True, checkpoint={"keep": 9}, **spec))
+    for step in range(1, steps + 1):
+        assert step_on(rank, groups_of(step)).unrecorded == ""
+        if step in saves:
+            rank.checkpoint("a", DIRECTORY, Cursor())
+    return storage / DIRECTORY
+
+
+def run_replay(directory: Path, model: Path, *options: str) -> tuple[int, str]:
+    """Exit code and all output of `lorafleet replay`."""
+    result = CliRunner().invoke(app, ["replay", str(directory), "--base-model", str(model), *options])
+    return result.exit_code, result.output
+
+
+def tamper(path: Path, about: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Change tensors of a file and the digest that a JSON file tells of it: only a recomputation can find it."""
+    tensors = load_file(path)
+    old = digest(path)
+    change(tensors)
+    save_file(tensors, path)
+    text = about.read_text()
+    assert old in text
+    about.write_text(text.replace(old, digest(path)))
+
+
+def edit_json(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

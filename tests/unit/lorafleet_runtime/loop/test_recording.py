@@ -1,0 +1,47 @@
+"""A step that the storage refuses to record: the step counts, and its run says so."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorafleet_runtime.loop.journal import Journal, read_log
+from lorafleet_runtime.types import RunFault, StepResult
+from support.fake_actors import FakeTrainer
+from support.fleets import World, build_world, running
+from support.runs import put
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A fleet of fakes whose log goes into its runs' files."""
+    made = build_world(tmp_path)
+    made.registry.sync([])
+    handler = Journal(made.fleet.writer, made.fleet.locate)
+    handler.install()
+    yield made
+    handler.remove()
+
+
+async def test_step_without_a_record_counts_and_is_told(world: World, tmp_path: Path) -> None:
+    def refuse(trainer: FakeTrainer) -> None:
+        step = trainer.step
+
+        def unrecorded(*arguments: Any) -> StepResult | RunFault:
+            result = step(*arguments)
+            return result if isinstance(result, RunFault) else replace(result, unrecorded="recordSteps: disk full")
+
+        trainer.step = unrecorded  # type: ignore[method-assign]
+
+    world.configure_trainer = refuse
+    async with running(world):
+        put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 900})
+        await world.until(lambda: world.registry.runs["a"].step >= 2)
+        assert world.registry.runs["a"].message == "recordSteps: disk full"
+        assert world.registry.runs["a"].state == "ACTIVE"
+        world.registry.delete("a")
+    assert world.fleet.writer.flush(5)
+    entries, _ = read_log(tmp_path / "storage" / "team" / "run-a" / "a", None)
+    assert ("ERROR", "recordSteps: disk full") in [(e["level"], e["message"]) for e in entries]
