@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 MODULES := lorafleet_api lorafleet_operator lorafleet_runtime lorafleet_cli lorafleet_local
 
-.PHONY: help setup demo demo-full up down status check test test-chaos test-durability generate bench-demo bench-demo-full bench-trainer clean
+.PHONY: help setup demo demo-full up down status check test test-numerics test-chaos test-durability generate bench-demo bench-demo-full bench-trainer clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test: setup ## All tests: unit, contract, numerics, cluster; prints the time of 
 
 test-chaos: setup ## Kill parts of a running stack, one after the other; not part of `make test`
 	@CHAOS_LOG=docs/chaos-log.md hack/test-chaos.sh
+
+test-numerics: setup ## The numerics part of `make test` alone: what docs/numerics.md claims
+	@$(BIN)/python -m pytest tests/numerics --durations=10
 
 test-durability: setup ## Kill a trainer 36 times, also inside its writes; what it trains stays the same bit for bit
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/durability -q -s -W ignore

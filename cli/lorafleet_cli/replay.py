@@ -79,7 +79,7 @@ def replay(
         device: torch device.
 
     Returns:
-        0 when everything was within the tolerance, else 1.
+        0 when everything was within the tolerance; without `steps` that takes a checkpoint that was compared. Else 1.
 
     Raises:
         CliError: nothing can be replayed: wrong directory, base model or steps, or no torch.
@@ -101,7 +101,7 @@ def replay(
     report = _Report(limit, _table())
     _steps(records, model, initial, range(first, last + 1), report)
     console.print(report.table)
-    return _verdict(console, report)
+    return _verdict(console, report, needs_checkpoint=steps is None)
 
 
 def _modules() -> tuple[Any, Any]:
@@ -168,19 +168,31 @@ def _steps(
             _judge(report, number, outcome)
             distance = None
             if number in checkpoints:
-                saved = records.saved(number)
-                distance = _distance(model, saved.masters, initial)
-                report.compared += 1
-                report.check(number, "the adapter of its checkpoint", distance.relative, report.tolerance)
-                # in bfloat16 errors of single gradients reach many times what is usual: no bound there tells anything
-                if not distance.excess <= 1.0 and records.run["dtype"] != "bfloat16":
-                    text = f"{distance.excess:.1f} times as far as the tolerance explains"
-                    report.first = report.first or f"step {number}: {distance.where} of its checkpoint is off, {text}"
-                if saved.wrong:
-                    report.first = report.first or f"step {number}: its checkpoint: {saved.wrong}"
+                distance = _compare(records, model, initial, number, report)
             samples = sum(len(group.samples) for group in step.groups)
             _row(report.table, number, samples, outcome, distance)
             progress.advance(task)
+
+
+def _compare(
+    records: "Records", model: "Replay", initial: "dict[str, Tensor]", number: int, report: _Report
+) -> Distance | None:
+    """The adapter with the checkpoint of its step; None for one that cannot be read."""
+    try:
+        saved = records.saved(number)
+    except CliError as error:
+        report.first = report.first or f"step {number}: its checkpoint: {error}"
+        return None
+    distance = _distance(model, saved.masters, initial)
+    report.compared += 1
+    report.check(number, "the adapter of its checkpoint", distance.relative, report.tolerance)
+    # in bfloat16 errors of single gradients reach many times what is usual: no bound there tells anything
+    if not distance.excess <= 1.0 and records.run["dtype"] != "bfloat16":
+        text = f"{distance.excess:.1f} times as far as the tolerance explains"
+        report.first = report.first or f"step {number}: {distance.where} of its checkpoint is off, {text}"
+    if saved.wrong:
+        report.first = report.first or f"step {number}: its checkpoint: {saved.wrong}"
+    return distance
 
 
 def _judge(report: _Report, number: int, outcome: "Outcome") -> None:
@@ -208,22 +220,28 @@ def _distance(model: "Replay", saved: "dict[str, Tensor]", initial: "dict[str, T
 
 def _table() -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in ("STEP", "SAMPLES", "LR", "GRAD NORM", "LOGPROB", "CHECKPOINT: LARGEST", "OF THE WAY"):
+    for heading in ("STEP", "SAMPLES", "LR", "GRAD NORM", "LOGPROB", "CHECKPOINT", "OF THE WAY", "WEIGHT"):
         table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 
 def _row(table: Table, number: int, samples: int, outcome: "Outcome", distance: Distance | None) -> None:
     figures = [outcome.lr, outcome.grad_norm, outcome.logprob]
-    figures += [] if distance is None else [distance.absolute, distance.relative]
+    figures += [] if distance is None else [distance.absolute, distance.relative, distance.excess]
     table.add_row(str(number), str(samples), *(f"{value:.1e}" for value in figures))
 
 
-def _verdict(console: Console, report: _Report) -> int:
+def _verdict(console: Console, report: _Report, needs_checkpoint: bool) -> int:
     done = f"{report.steps} steps replayed, {report.compared} checkpoints compared"
     if report.first:
         console.print(f"{done}\n{report.first}", markup=False, soft_wrap=True)
         return 1
-    note = "" if report.compared else "; no checkpoint of these steps is kept, so no adapter was compared"
-    console.print(f"{done}; all within {report.tolerance:.0e}{note}", markup=False, soft_wrap=True)
-    return 0
+    within = f"{done}; all within {report.tolerance:.0e}"
+    if report.compared:
+        console.print(within, markup=False, soft_wrap=True)
+        return 0
+    note = "no checkpoint of these steps is kept, so no adapter was compared"
+    if needs_checkpoint:
+        note += "; wait for one, or give --steps : to check the records alone"
+    console.print(f"{within}; {note}", markup=False, soft_wrap=True)
+    return 1 if needs_checkpoint else 0

@@ -1,9 +1,11 @@
-"""The arithmetic of an optimizer step, written out anew for `lorafleet replay`: token loss and learning rate.
+"""The arithmetic of an optimizer step, written out anew for `lorafleet replay`: token loss, advantages, learning rate.
 
-Called by replay_model.py. Plain torch on one response at a time; shares no code with the trainer that it checks.
+Called by replay_model.py and replay_records.py. Plain torch on one response at a time; shares no code with what it
+checks.
 """
 
 import math
+import statistics
 from typing import Any
 
 import torch
@@ -33,6 +35,33 @@ def learning_rate(optimizer: dict[str, Any], step: int, target_step: int) -> flo
     if schedule == "linear":
         return float(top + (bottom - top) * done)
     return float(bottom + (top - bottom) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def advantages(rewards: list[float], estimator: str, std_norm: bool, eps: float) -> tuple[list[float], float]:
+    """Advantages of rewards that share a baseline: of a group, with reinforce of the step's batch.
+
+    grpo and reinforce: reward - mean, with std_norm divided by the unbiased deviation + 1e-6. rloo: reward - mean of
+    the others. Equal rewards give zeros.
+
+    Args:
+        rewards: of all samples.
+        estimator: grpo, rloo or reinforce.
+        std_norm: of the run; not for rloo.
+        eps: relative rounding of the recorded advantages; rewards are recorded as they were.
+
+    Returns:
+        (advantages, how far rounding may take one from what was trained).
+    """
+    count, total = len(rewards), math.fsum(rewards)
+    if len(set(rewards)) == 1:
+        return [0.0] * count, 0.0
+    if estimator == "rloo":
+        values = [r - (total - r) / (count - 1) for r in rewards]
+        scale = 2.0
+    else:
+        scale = 1 / (statistics.stdev(rewards) + 1e-6) if std_norm else 1.0
+        values = [(r - total / count) * scale for r in rewards]
+    return values, 4 * eps * max(map(abs, values)) + 1e-14 * scale * max(map(abs, rewards))
 
 
 def token_weight(algorithm: dict[str, Any], max_tokens: int, tokens: int) -> float:

@@ -20,6 +20,10 @@ from lorafleet_cli.errors import CliError
 from lorafleet_cli.replay_math import learning_rate, response_loss, token_weight
 from lorafleet_cli.replay_records import RecordedGroup, RecordedSample, Saved, Step
 
+_DRIFT = 50.0
+"""Error of a gradient element that `allowed` makes room for, in root mean squares of the gradient, by the difference of
+the log-probabilities; the setting "schedule" of tests/numerics/trainer/test_replay_settings.py takes about half."""
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -135,19 +139,20 @@ class Replay:
         rate = learning_rate(optimizer, step.number, self._run["targetStep"])
         self._adamw.param_groups[0]["lr"] = rate
         self._adamw.step()
-        self._widen(rate, norm * scale)
+        self._widen(rate, norm * scale, worst)
         self._refresh()
         return Outcome(_relative(rate, step.lr), _relative(norm, step.grad_norm), worst, where)
 
-    def _widen(self, rate: float, norm: float) -> None:
+    def _widen(self, rate: float, norm: float, drift: float) -> None:
         """Make room for what a gradient that is a little off does to each weight in this step.
 
         AdamW divides by the root of the second moment, so a weight with next to no gradient moves by up to the learning
         rate in a direction that rounding decides, while most weights follow the gradient closely. A fixed bound would
-        be too wide for these or too narrow for those.
+        be too wide for these or too narrow for those. Weights that rounding has sent elsewhere change the gradients of
+        others: the log-probabilities, whose difference has a limit of its own, tell how far the models have come apart.
         """
         beta, eps = self._run["optimizer"]["betas"][1], self._run["optimizer"]["eps"]
-        noise = self._tolerance * norm / math.sqrt(sum(m.numel() for m in self.masters.values()))
+        noise = (self._tolerance + _DRIFT * drift) * norm / math.sqrt(sum(m.numel() for m in self.masters.values()))
         for key, master in self.masters.items():
             state = self._adamw.state[master]
             second = (state["exp_avg_sq"] / (1 - beta ** float(state["step"]))).sqrt()

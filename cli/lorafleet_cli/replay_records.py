@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lorafleet_cli.errors import CliError
+from lorafleet_cli.replay_math import advantages
 
 FORMAT = 1
 SITES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -42,6 +43,7 @@ class RecordedSample:
     old: Tensor
     """[R] the trainer's own, or [0] where it needed none."""
     advantage: float
+    reward: float
     in_loss: bool
 
 
@@ -122,14 +124,17 @@ class Records:
         return tensors
 
     def newest(self) -> int:
-        """The last recorded step; 0 when there is none."""
+        """The last step that is recorded or has a checkpoint; 0 when there is none.
+
+        A checkpoint beyond the last record is of steps whose records are missing.
+        """
         found = [re.fullmatch(r"step_(\d+)\.json", path.name) for path in self._folder.iterdir()]
-        return max((int(match[1]) for match in found if match), default=0)
+        return max([int(match[1]) for match in found if match] + list(self.checkpoints()), default=0)
 
     def checkpoints(self) -> dict[int, Path]:
-        """Kept checkpoints by step."""
+        """Kept checkpoints by step, also damaged ones: they appear by rename, so one without its files lost them."""
         found = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in self.directory.iterdir()]
-        return {int(match[1]): path for match, path in found if match and (path / "state.json").exists()}
+        return {int(match[1]): path for match, path in found if match}
 
     def step(self, number: int) -> Step:
         """The record of a step.
@@ -145,14 +150,50 @@ class Records:
                 raise ValueError(f"{tensors.name} is not the file that {base.name}.json tells of")
             if (about["format"], about["step"]) != (FORMAT, number):
                 raise ValueError(f"format {about['format']}, step {about['step']}")
-            groups = tuple(_groups(load_file(tensors), self.run["algorithm"]["maskTruncated"]))
+            arrays = load_file(tensors)
+            groups = tuple(_groups(arrays, self.run["algorithm"]["maskTruncated"]))
             step = Step(number, about["lr"], about["gradNorm"], about["denominator"], groups)
+            self._check_sizes(step)
             self._check_denominator(step)
+            self._check_advantages(step, torch.finfo(arrays["advantage"].dtype).eps)
         except FileNotFoundError as error:
             raise Gap(f"step {number}: its record is missing ({error.filename})") from error
         except _DAMAGE as error:
             raise Gap(f"step {number}: its record {base} is damaged ({error})") from error
         return step
+
+    def _check_sizes(self, step: Step) -> None:
+        wanted = self.run["rolloutBatchSize"]
+        if len(step.groups) != wanted:
+            raise ValueError(f"it holds {len(step.groups)} groups, rolloutBatchSize is {wanted}")
+        samples = self.run["nSamplesPerPrompt"]
+        for place, group in enumerate(step.groups):
+            if len(group.samples) != samples:
+                raise ValueError(
+                    f"group {group.index} (place {place}) holds {len(group.samples)} samples, nSamplesPerPrompt is "
+                    f"{samples}"
+                )
+
+    def _check_advantages(self, step: Step, eps: float) -> None:
+        """The advantages as trained, from the rewards.
+
+        Args:
+            step: the record.
+            eps: of the type in which the advantages are stored.
+        """
+        algorithm = self.run["algorithm"]
+        whole = algorithm["advantage"] == "reinforce"
+        batches = [step.groups] if whole else [(group,) for group in step.groups]
+        for batch in batches:
+            rewards = [s.reward for group in batch for s in group.samples]
+            wanted, unsure = advantages(rewards, algorithm["advantage"], algorithm["stdNorm"], eps)
+            samples = ((group.index, i, s) for group in batch for i, s in enumerate(group.samples))
+            for (index, i, sample), value in zip(samples, wanted, strict=True):
+                if not abs(sample.advantage - value) <= unsure:
+                    raise ValueError(
+                        f"the advantage of group {index}, sample {i} is {sample.advantage:.6g}, the rewards give "
+                        f"{value:.6g} by {algorithm['advantage']}"
+                    )
 
     def _check_denominator(self, step: Step) -> None:
         counted = [s for group in step.groups for s in group.samples if s.in_loss]
@@ -174,6 +215,7 @@ class Records:
                 (f"{name} is not the file that state.json tells of" for name, about in state["files"].items()
                  if _sha256(path / name) != about["sha256"]), "",
             )  # fmt: skip
+            wrong = wrong or self._config_differs(json.loads((path / "adapter_config.json").read_text()))
             adapter = load_file(path / "adapter_model.safetensors")
             flat = load_file(path / "optimizer.safetensors")
             masters, first, second = (_named(flat[key], adapter) for key in ("master", "exp_avg", "exp_avg_sq"))
@@ -184,6 +226,19 @@ class Records:
                 gap = float((tensor.double() - masters[key].double()).abs().max())
                 wrong = f"{key} of adapter_model.safetensors is not its master; they differ by {gap:.1e}"
         return Saved(step, masters, (first, second), wrong)
+
+    def _config_differs(self, config: dict[str, Any]) -> str:
+        """What adapter_config.json says otherwise than run.json; an engine would serve another adapter by it."""
+        run = self.run
+        pairs = [
+            ("r", config["r"], run["rank"]),
+            ("lora_alpha", config["lora_alpha"], run["alpha"]),
+            ("use_rslora", config["use_rslora"], run["rslora"]),
+            ("target_modules", sorted(config["target_modules"]), sorted(run["targets"])),
+        ]
+        texts = (f"{name} of adapter_config.json is {found}, the run's is {told}" for name, found, told in pairs
+                 if found != told)  # fmt: skip
+        return next(texts, "")
 
 
 def check_base(run: dict[str, Any], model: Path) -> None:
@@ -245,12 +300,14 @@ def _groups(t: dict[str, Tensor], mask_truncated: bool) -> Iterator[RecordedGrou
 
     tokens, sampler = parts("token_ids", "token_offsets"), parts("sampler_logprobs", "token_offsets")
     old, advantage = parts("old_logprobs", "old_offsets"), t["advantage"].tolist()
+    reward = t["reward"].tolist()
     wanted = [not (mask_truncated and cut) for cut in t["truncated"].tolist()]
     in_loss = [bool(flag) for flag in t["loss_mask"].tolist()]
     if in_loss != wanted:
         raise ValueError("loss_mask does not follow from truncated and algorithm.maskTruncated")
     samples = [
-        RecordedSample(tokens[i].long(), sampler[i], old[i], advantage[i], in_loss[i]) for i in range(len(tokens))
+        RecordedSample(tokens[i].long(), sampler[i], old[i], advantage[i], reward[i], in_loss[i])
+        for i in range(len(tokens))
     ]
     bounds, prompts = t["sample_offsets"].tolist(), parts("prompt_ids", "prompt_offsets")
     for i, index in enumerate(t["group_index"].tolist()):

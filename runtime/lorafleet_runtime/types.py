@@ -201,6 +201,8 @@ class Loaded:
     samples: int = 0
     passed_over: tuple[str, ...] = ()
     """Newer checkpoints that are damaged, and what became of them."""
+    durable_step: int | None = None
+    """Of the newest whole step_N that the storage has after the load; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,18 @@ class StepResult:
     """Before clipping."""
     unrecorded: str = ""
     """With recordSteps: why the step has no record; the step counts all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints of a run stay when the next one is written."""
+
+    keep: int
+    """The newest ones."""
+    keep_best: bool = False
+    """The one with the best score stays too."""
+    score: float | None = None
+    """Of the one that is written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,22 @@
-"""The engine that the numerics tests share: starting one takes tens of seconds."""
+"""The Ray and the engine that the numerics tests share: starting one takes tens of seconds."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from support.engine_actor import EngineUnderTest, running_engine
+from support.local_ray import local_ray
 
 
 @pytest.fixture(scope="session")
-def shared_engine() -> Iterator[EngineUnderTest]:
+def ray_here() -> Iterator[None]:
+    """One Ray for engines and trainers of several ranks."""
+    with local_ray():
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared_engine(ray_here: None) -> Iterator[EngineUnderTest]:
     with running_engine() as engine:
         yield engine
 

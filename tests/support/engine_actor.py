@@ -5,7 +5,6 @@ The actor is a process of its own: vLLM must not share one with a test's torch w
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -62,8 +61,8 @@ class EngineUnderTest:
 
 @contextlib.contextmanager
 def running_engine(env: dict[str, str] | None = None) -> Iterator[EngineUnderTest]:
-    """A Ray cluster of its own with one started engine, whose model would like to bend sampling."""
-    home = Path(tempfile.mkdtemp(prefix="lfe"))  # short: Ray puts sockets below it
+    """One started engine, whose model would like to bend sampling; needs `local_ray`."""
+    home = Path(tempfile.mkdtemp(prefix="lfe"))
     try:
         model = make_tiny_model(home / "model")
         file = model / "generation_config.json"
@@ -79,8 +78,6 @@ def running_engine(env: dict[str, str] | None = None) -> Iterator[EngineUnderTes
             "storage": {"path": str(home / "storage")},
             "env": {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **(env or {})},
         })  # fmt: skip
-        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling); a nice actor starves beside its tests
-        ray.init(num_cpus=0, object_store_memory=512 << 20, include_dashboard=False, _temp_dir=str(home / "ray"))
         actor = create_engine(spec, engine_config(spec, "engine-test", str(home / "stage")), local=True)
         ray.get(actor.start.remote())
         shapes = read_base_model(str(model), None, tuple(spec.target_modules)).linear_shapes
@@ -89,5 +86,4 @@ def running_engine(env: dict[str, str] | None = None) -> Iterator[EngineUnderTes
             ray.get(actor.shutdown.remote())
         ray.kill(actor)
     finally:
-        ray.shutdown()
         shutil.rmtree(home, ignore_errors=True)

@@ -18,6 +18,7 @@ from lorafleet_runtime.types import (
     LoadRequest,
     Manifest,
     PromptGroup,
+    Retention,
     RunBatchStats,
     RunFault,
     Sample,
@@ -104,6 +105,8 @@ class FakeTrainer:
         self._captured: dict[str, tuple[str, Kept, str]] = {}
         self.captures: list[tuple[str, Kept, str]] = []
         """Everything that was captured, in order: (uid, what, path)."""
+        self.retentions: list[Retention] = []
+        """What was to stay with each of them."""
 
     def start(self) -> dict[int, str]:
         return self.slots()
@@ -119,8 +122,9 @@ class FakeTrainer:
         self.incarnations[request.uid] = kept.incarnation
         rewards = [sample.reward for group in kept.partial for sample in group.samples]
         return Loaded(
-            request.uid, kept.step, kept.cursor, kept.incarnation, len(kept.partial), sum(rewards), len(rewards)
-        )
+            request.uid, kept.step, kept.cursor, kept.incarnation, len(kept.partial), sum(rewards), len(rewards),
+            durable_step=self.disk[request.uid].step if request.uid in self.disk else None,
+        )  # fmt: skip
 
     def accumulate(self, groups: list[PromptGroup]) -> BatchResult:
         self.on_accumulate(groups)
@@ -150,14 +154,15 @@ class FakeTrainer:
         return MANIFEST
 
     def capture(
-        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, score: float | None = None
+        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, retention: Retention = Retention(1)
     ) -> str:
         step = self.loaded[uid][1]
         ticket = f"{id(self)}.{next(_BUFFERS)}"
         sums = tuple(self.accumulated[uid]) if partial else ()
-        kept = Kept(step, cursor, self.incarnations[uid], sums, score)
+        kept = Kept(step, cursor, self.incarnations[uid], sums, retention.score)
         self._captured[ticket] = (uid, kept, f"{directory}/step_{step}")
         self.captures.append(self._captured[ticket])
+        self.retentions.append(retention)
         return ticket
 
     async def saved(self, ticket: str) -> Artifact | None:

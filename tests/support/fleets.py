@@ -113,7 +113,7 @@ def build_world(tmp_path: Path, **pool_changes: Any) -> World:
     handles: list[Handle] = []
     fleet: Fleet
     holder: dict[str, Any] = {}
-    on_lost = lambda: holder["fleet"].on_trainer_lost()  # noqa: E731
+    on_lost = lambda saving: holder["fleet"].on_trainer_lost(saving)  # noqa: E731
     trainer_handle = TrainerHandle(trainer, on_lost, registry.observe_trainer, world_kill)
     workers = WorkerSet(worker, 1)
     fleet = Fleet(config, registry, signal, trainer_handle, None, workers, RuntimeMetrics(registry, "pool"))  # type: ignore[arg-type]

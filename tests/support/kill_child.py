@@ -27,6 +27,7 @@ from lorafleet_runtime.types import (
     Loaded,
     LoadRequest,
     PromptGroup,
+    Retention,
     RunFault,
     StepResult,
 )
@@ -95,7 +96,8 @@ class _Trainer:
         return self._rank.step(uid, cursor, INCARNATION)
 
     def capture(self, uid: str, cursor: Cursor, partial: bool, score: float) -> str:
-        save = self._rank.capture(uid, uid, cursor, partial, score)
+        kept = self._rank._slot(uid).spec.checkpoint
+        save = self._rank.capture(uid, uid, cursor, partial, Retention(kept.keep, kept.keep_best, score))
         assert save is not None
         return self._saves.add(save.write)
 

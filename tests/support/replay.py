@@ -5,27 +5,57 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
 from lorafleet_cli.main import app
+from lorafleet_runtime.loop.whiten import whitening
+from lorafleet_runtime.rollout.advantages import group_advantages
 from lorafleet_runtime.trainer.rank import TrainerRank
-from lorafleet_runtime.types import Cursor, PromptGroup, RunFault, StepResult
+from lorafleet_runtime.types import Cursor, LoadRequest, PromptGroup, RunFault, StepResult
 from support.trainer import make_groups, make_rank, make_request
 
 DIRECTORY = "team/run-a/a"
 """Of the recorded run, on its storage."""
 
 
-def groups_of(step: int) -> list[PromptGroup]:
-    """Two groups of three samples; the second sample of each is truncated, and the others' advantages differ."""
-    return [
-        replace(g, samples=tuple(replace(s, truncated=i == 1, reward=float(i)) for i, s in enumerate(g.samples)))
-        for g in make_groups("a", seed=step)
-    ]
+def request(resume: str | None = None, **spec: Any) -> LoadRequest:
+    """Run "a": it records steps of two groups of three samples, as `groups_of` makes them."""
+    base: dict[str, Any] = {
+        "recordSteps": True, "checkpoint": {"keep": 9}, "rolloutBatchSize": 2, "nSamplesPerPrompt": 3
+    }  # fmt: skip
+    return make_request("a", resume=resume, **base | spec)
+
+
+def groups_of(step: int, vocab: int = 256, count: int = 2, **algorithm: Any) -> list[PromptGroup]:
+    """A step's groups of three samples, with rewards, and with advantages as the rollout and the loop make them.
+
+    Args:
+        step: seed.
+        vocab: of the model.
+        count: groups.
+        algorithm: of the run; advantage and stdNorm are used.
+    """
+    random = Random(step)
+    estimator, std_norm = algorithm.get("advantage", "grpo"), algorithm.get("stdNorm", True)
+    groups = []
+    for group in make_groups("a", count=count, seed=step, vocab=vocab):
+        rewards = [random.random() for _ in group.samples]
+        advantages = group_advantages(rewards, estimator, std_norm)
+        samples = [
+            replace(s, truncated=i == 1, reward=rewards[i], advantage=advantages[i])
+            for i, s in enumerate(group.samples)
+        ]
+        groups.append(replace(group, samples=tuple(samples)))
+    if estimator == "reinforce":
+        fixed = whitening(step, groups, std_norm)
+        groups = [fixed.apply(group) for group in groups]
+    return groups
 
 
 def step_on(rank: TrainerRank, groups: Sequence[PromptGroup], cursor: Cursor = Cursor()) -> StepResult:
@@ -36,12 +66,15 @@ def step_on(rank: TrainerRank, groups: Sequence[PromptGroup], cursor: Cursor = C
     return result
 
 
-def recorded(model: Path, storage: Path, steps: int = 3, saves: Sequence[int] = (3,), **spec: Any) -> Path:
+def recorded(
+    model: Path, storage: Path, steps: int = 3, saves: Sequence[int] = (3,), dtype: torch.dtype | None = None,
+    vocab: int = 256, **spec: Any,
+) -> Path:  # fmt: skip
     """Train run "a" with recordSteps. Returns its directory; checkpoints are kept of the steps in `saves`."""
-    rank = make_rank(model, storage)
-    rank.load(make_request("a", recordSteps=True, checkpoint={"keep": 9}, **spec))
+    rank = make_rank(model, storage, dtype)
+    rank.load(request(**spec))
     for step in range(1, steps + 1):
-        assert step_on(rank, groups_of(step)).unrecorded == ""
+        assert step_on(rank, groups_of(step, vocab, **spec.get("algorithm", {}))).unrecorded == ""
         if step in saves:
             rank.checkpoint("a", DIRECTORY, Cursor())
     return storage / DIRECTORY

@@ -1,10 +1,8 @@
-"""Real trainers of several ranks on a Ray of their own, behind plain blocking calls."""
+"""Real trainers of several ranks behind plain blocking calls; they need `local_ray`."""
 
 import asyncio
 import contextlib
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,23 +19,10 @@ from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Artifact, Cursor, Manifest
 
 
-@contextlib.contextmanager
-def local_ray() -> Iterator[None]:
-    """A Ray without CPUs: actors that ask for none are placed all the same."""
-    home = Path(tempfile.mkdtemp(prefix="lft"))  # short: Ray puts sockets below it
-    options = {"num_cpus": 0, "object_store_memory": 128 << 20, "include_dashboard": False, "log_to_driver": False}
-    try:
-        ray.init(**options, _temp_dir=str(home))
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(home, ignore_errors=True)
-
-
-def make_group(model: Path, storage: Path, dp: int, tp: int, **trainer: Any) -> TrainerGroup:
-    """A trainer that has not started: float32, 8 slots, one thread per rank; `trainer` holds camelCase fields."""
+def make_group(model: Path, storage: Path, dp: int, tp: int, dtype: str = "float32", **trainer: Any) -> TrainerGroup:
+    """A trainer that has not started: 8 slots, one thread per rank; `trainer` holds camelCase fields."""
     spec = {
-        "baseModel": {"path": str(model), "dtype": "float32"},
+        "baseModel": {"path": str(model), "dtype": dtype},
         "slots": 8,
         "maxRank": 16,
         "trainer": {"dataParallel": dp, "tensorParallel": tp, "numThreads": 1} | trainer,
@@ -66,11 +51,9 @@ class GroupUnderTest:
         manifest, buffer = self.group.export.options(num_returns=2).remote(uid)
         return self.wait(call(manifest)), ray.get(buffer)
 
-    def checkpoint(
-        self, uid: str, directory: Path, cursor: Cursor = Cursor(), partial: bool = False, score: float | None = None
-    ) -> Artifact:
+    def checkpoint(self, uid: str, directory: Path, cursor: Cursor = Cursor(), partial: bool = False) -> Artifact:
         """Captured, and written."""
-        artifact: Artifact = self.call("saved", self.call("capture", uid, str(directory), cursor, partial, score))
+        artifact: Artifact = self.call("saved", self.call("capture", uid, str(directory), cursor, partial))
         return artifact
 
     def each(self, look: Callable[[TrainerRank], Any]) -> list[Any]:
@@ -89,9 +72,11 @@ class GroupUnderTest:
 
 
 @contextlib.contextmanager
-def running_group(model: Path, storage: Path, dp: int, tp: int, **trainer: Any) -> Iterator[GroupUnderTest]:
-    """A started trainer; needs `local_ray`."""
-    under_test = GroupUnderTest(make_group(model, storage, dp, tp, **trainer))
+def running_group(
+    model: Path, storage: Path, dp: int, tp: int, dtype: str = "float32", **trainer: Any
+) -> Iterator[GroupUnderTest]:
+    """A started trainer."""
+    under_test = GroupUnderTest(make_group(model, storage, dp, tp, dtype, **trainer))
     try:
         under_test.call("start")
         yield under_test

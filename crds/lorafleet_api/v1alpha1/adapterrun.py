@@ -244,7 +244,7 @@ class AdapterRunSpec(SpecModel):
     scheduling: Scheduling = Scheduling()
     """Share of the pool."""
     backoff_limit: int = Field(default=3, ge=0)
-    """Trainer crashes by this run's batches before it is failed."""
+    """Trainer crashes by this run's batches, loads or saves before it is failed."""
     deletion_policy: Literal["Save", "Discard"] = "Save"
     """On deletion: write a last checkpoint, or not."""
     save_timeout_seconds: int = Field(default=300, ge=1)

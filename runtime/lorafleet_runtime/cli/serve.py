@@ -20,8 +20,8 @@ from lorafleet_runtime.loop.driver import drive
 from lorafleet_runtime.loop.fleet import Fleet
 from lorafleet_runtime.loop.fleet_view import FleetView
 from lorafleet_runtime.loop.journal import Journal
-from lorafleet_runtime.loop.lifecycle import drain
 from lorafleet_runtime.loop.operator_epoch import keep_operator_epoch, last_operator_epoch
+from lorafleet_runtime.loop.saving import drain
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry

@@ -6,7 +6,7 @@ the run still needs for its step.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorafleet_runtime.types import Cursor, PromptGroup
@@ -59,7 +59,7 @@ class Buffers:
         return list(self._queues.get(uid, ()))[:count]
 
     def drop_stale(self, uid: str, need: Need) -> list[PromptGroup]:
-        """Throw out every stale group of a run that waits for its whole batch, so that `count` counts fresh ones."""
+        """Throw out every stale group of a run, so that `count` counts fresh ones."""
         queue = self._queues.get(uid, deque())
         stale = [group for group in queue if not _fresh(group, need)]
         if stale:
@@ -159,6 +159,15 @@ class CursorTracker:
         while self._low in self._consumed:
             self._consumed.remove(self._low)
             self._low += 1
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Their groups are to be trained on again. They wait in the buffer, so `take` does not hand them out."""
+        released = set(indices)
+        lowest = min(released, default=self._low)
+        if lowest < self._low:
+            self._consumed.update(range(lowest, self._low))
+            self._low = lowest
+        self._consumed -= released
 
     @property
     def cursor(self) -> Cursor:

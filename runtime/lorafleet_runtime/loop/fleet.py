@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.config.config import RuntimeConfig
 from lorafleet_runtime.loop.buffers import Buffers, CursorTracker
 from lorafleet_runtime.loop.engines import EngineSet
@@ -20,7 +21,7 @@ from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.storage import run_directory
-from lorafleet_runtime.types import Cursor, PromptGroup
+from lorafleet_runtime.types import Cursor, PromptGroup, RunFault
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,13 @@ class Fleet:
     accumulating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held from a batch's way to the trainer until its groups are committed, and stepped where they fill a batch: what
     the trainer has accumulated is then what the cursors say. Taken before `RunState.stepping`."""
+    alone: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during a load, and while a run saves whose save may have killed a trainer: neither takes the other's blame.
+    Taken after `RunState.saving`, before `accumulating`."""
     suspects: set[str] = field(default_factory=set)
     """Runs that were in a batch when the trainer died; they train alone until a batch succeeds."""
+    stopping: bool = False
+    """The runtime is about to stop: nothing more is sampled or trained."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def state(self, run: Run) -> RunState | None:
@@ -111,15 +117,37 @@ class Fleet:
         self.states.pop(uid, None)
         self.suspects.discard(uid)
 
-    def on_trainer_lost(self) -> None:
-        """Live runs load again; the groups that the dead trainer had are trained on once more."""
+    def on_trainer_lost(self, saving: Collection[str] = ()) -> None:
+        """Live runs load again; the groups that the dead trainer had are trained on once more.
+
+        Args:
+            saving: runs with a checkpoint on its way, which may be why it died.
+        """
         self.registry.trainer_lost()
         for uid, state in self.states.items():
             if self.registry.holds_slot(uid):
                 log.warning("run %s: the trainer died; the run loads again", uid, extra=about(uid))
             self.buffers.give_back(uid, state.taken)
+            state.tracker.release(group.index for group in state.taken)  # until then a checkpoint must not have them
             state.taken.clear()
             state.in_training = 0
+        for uid in sorted(saving):
+            if (run := self.registry.runs.get(uid)) is not None:
+                self.count_save_death(run, certain=len(saving) == 1 and run.save_deaths > 0)
+
+    def count_save_death(self, run: Run, certain: bool) -> None:
+        """The trainer died during a save of this run; it saves alone from now on, until one succeeds.
+
+        Args:
+            run: whose checkpoint was on its way.
+            certain: nothing else was on its way.
+        """
+        run.save_deaths += 1
+        limit = run.spec.backoff_limit
+        text = f"the trainer died {run.save_deaths} times while it saved this run; backoffLimit is {limit}"
+        log.error("run %s: %s", run.uid, text, extra=about(run.uid))
+        if certain and run.save_deaths > limit:
+            self.registry.fail(RunFault(run.uid, reasons.TRAINER_CRASHED, text))
 
     async def cancel(self) -> None:
         """End the background tasks."""

@@ -49,7 +49,7 @@ async def rollout(fleet: Fleet) -> None:
 def allowance(fleet: Fleet, run: Run) -> int:
     """Groups that the run may start now."""
     state = fleet.state(run)
-    if state is None or run.state != "ACTIVE":
+    if state is None or run.state != "ACTIVE" or fleet.stopping:
         return 0
     outstanding = run.accumulated_groups + state.in_training + fleet.buffers.count(run.uid) + state.in_flight
     lag = run.trainer_version - run.weight_version

@@ -1,15 +1,17 @@
-"""The runtime's end of the trainer: calls, loss detection and restart.
+"""The runtime's end of the trainer: calls, saves, loss detection and restart.
 
 The loop calls it; it knows no rank: `trainer/group.py` makes one trainer of several.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from lorafleet_runtime.errors import Retryable
 from lorafleet_runtime.remote import call
+from lorafleet_runtime.types import Artifact
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +25,70 @@ class TrainerLost(Retryable):
     Args:
         message: what Ray says.
         executing: it died in this very call; calls behind it in the actor's queue have nothing to do with it.
+        saving: runs with a checkpoint on its way at that moment: any of them may be why it died, and not this call.
     """
 
-    def __init__(self, message: str, executing: bool) -> None:
+    def __init__(self, message: str, executing: bool, saving: frozenset[str] = frozenset()) -> None:
         super().__init__(message)
         self.executing = executing
+        self.saving = saving
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one trainer has been asked; whoever waits for it keeps this, also when the next trainer has its own."""
+
+    queue: list[object] = field(default_factory=list)
+    """Calls without an answer, in the order in which the actor works on them."""
+    writing: list[str] = field(default_factory=list)
+    """Runs with a checkpoint captured and not yet written."""
+    saving: frozenset[str] = frozenset()
+    """Those of `writing` at the trainer's death."""
+
+
+class Permit:
+    """One of the `_SAVES_AT_ONCE` places, given back once."""
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places: asyncio.Semaphore | None = places
+
+    def release(self) -> None:
+        """Give the place back; nothing happens when it is given back or handed over already."""
+        places, self._places = self._places, None
+        if places is not None:
+            places.release()
+
+    def hand_over(self) -> "Permit":
+        """The place, for somebody else to give back."""
+        assert self._places is not None
+        places, self._places = self._places, None
+        return Permit(places)
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A checkpoint on its way. Who waits for it may give up: it goes on, and keeps its place until it has ended."""
+
+    _captured: asyncio.Task[Any]
+    _written: asyncio.Task[Artifact]
+
+    async def captured(self) -> None:
+        """Wait until the trainer has copied what is to be saved.
+
+        Raises:
+            RunError: the run's own fault.
+            TrainerLost: the trainer died.
+        """
+        await asyncio.shield(self._captured)
+
+    async def written(self) -> Artifact:
+        """Wait until the checkpoint is durable.
+
+        Raises:
+            RunError: StorageError, or the run's own fault.
+            TrainerLost: the trainer died, and what was to be saved with it.
+        """
+        return await asyncio.shield(self._written)
 
 
 class TrainerHandle:
@@ -35,7 +96,8 @@ class TrainerHandle:
 
     Args:
         spawn: makes the trainer; returns its handle.
-        on_lost: runs once per death, before the restart: live runs must load again.
+        on_lost: runs once per death, before the restart, with the runs that had a checkpoint on its way: live runs
+            must load again.
         on_ready: runs when a new trainer answers.
         kill: ends a trainer that may still live: two of them must never work for the same runs.
     """
@@ -43,7 +105,7 @@ class TrainerHandle:
     def __init__(
         self,
         spawn: Callable[[], Any],
-        on_lost: Callable[[], None],
+        on_lost: Callable[[frozenset[str]], None],
         on_ready: Callable[[dict[int, str]], None],
         kill: Callable[[Any], None] = lambda trainer: trainer.kill(),
     ) -> None:
@@ -52,13 +114,9 @@ class TrainerHandle:
         self._on_ready = on_ready
         self._kill = kill
         self._actor: Any = None
-        self._queue: list[object] = []
-        """Calls without an answer, in the order in which the actor works on them."""
+        self._work = _Work()
         self._ready = asyncio.Event()
-        self.saving = asyncio.Semaphore(_SAVES_AT_ONCE)
-        """Held from before a `capture` to the end of its `saved`, so that the copies do not pile up behind a slow disk.
-
-        Taken before a run's `stepping` lock: who waits for the disk must not hold up the run."""
+        self._places = asyncio.Semaphore(_SAVES_AT_ONCE)
         self._restart: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -84,42 +142,79 @@ class TrainerHandle:
             TrainerLost: the trainer died; its runs load again.
         """
         await self._ready.wait()
-        return await self._answer(self._actor, getattr(self._actor, method).remote(*args))
+        return await self._queued(self._actor, getattr(self._actor, method).remote(*args))
 
-    async def _answer(self, actor: Any, reference: Any) -> Any:
-        ticket, queue = object(), self._queue
-        queue.append(ticket)
+    def _queued(self, actor: Any, reference: Any) -> Coroutine[Any, Any, Any]:
+        """The answer to a call that was sent just now."""
+        ticket = object()
+        self._work.queue.append(ticket)
+        return self._answer(actor, reference, ticket, self._work)
+
+    async def _answer(self, actor: Any, reference: Any, ticket: object, work: _Work) -> Any:
         try:
             answer = await call(reference)
         except Retryable as error:
             self._lost(actor)
             # The ticket stays in the dead trainer's queue: nobody behind it was executing.
-            raise TrainerLost(str(error), executing=queue[0] is ticket) from error
+            raise TrainerLost(str(error), work.queue[0] is ticket, work.saving) from error
         except BaseException:
-            queue.remove(ticket)
+            work.queue.remove(ticket)
             raise
-        queue.remove(ticket)
+        work.queue.remove(ticket)
         self._check_current(actor)
         return answer
 
-    async def wait(self, method: str, *args: object) -> Any:
-        """Call a method of the lane of saves, which no call in the queue waits for and that waits for none.
+    async def permit(self) -> Permit:
+        """Wait for a place among the saves, so that their copies do not pile up behind a slow disk.
+
+        Taken before a run's `stepping` lock: who waits for the disk must not hold up the run.
+        """
+        await self._places.acquire()
+        return Permit(self._places)
+
+    def save(self, permit: Permit, uid: str, *args: object) -> Writing:
+        """Capture a run's checkpoint and write it, in a lane that no other call waits for.
+
+        Args:
+            permit: given back when the write has ended or the trainer has died, whatever the caller does meanwhile.
+            uid: of the run.
+            args: of the trainer's `capture`, which is sent before this returns: it is of the run as it is now.
 
         Raises:
-            RunError: the run's own fault.
-            TrainerLost: the trainer died, and what was to be saved with it.
+            TrainerLost: there is no trainer at the moment.
         """
-        actor = self._actor
         if not self._ready.is_set():
             raise TrainerLost("the trainer was lost with what it was to save", executing=False)
+        answer = self._queued(self._actor, self._actor.capture.remote(uid, *args))
+        captured = asyncio.create_task(self._capture(uid, answer), name=f"capturing run {uid}")
+        written = asyncio.create_task(self._write(uid, captured), name=f"writing run {uid}")
+        place = permit.hand_over()
+        written.add_done_callback(lambda _: place.release())
+        for task in (captured, written):
+            task.add_done_callback(lambda task: None if task.cancelled() else task.exception())  # told to who waits
+        return Writing(captured, written)
+
+    async def _capture(self, uid: str, answer: Coroutine[Any, Any, str]) -> tuple[str, Any, _Work]:
+        ticket = await answer
+        self._work.writing.append(uid)
+        return ticket, self._actor, self._work
+
+    async def _write(self, uid: str, captured: asyncio.Task[tuple[str, Any, _Work]]) -> Artifact:
+        ticket, actor, work = await captured
         try:
-            answer = await call(getattr(actor, method).remote(*args))
+            if work is not self._work:
+                raise TrainerLost("the trainer was lost with what it was to save", executing=False)
+            artifact: Artifact | None = await call(actor.saved.remote(ticket))
+        except TrainerLost:
+            raise
         except Retryable as error:
             self._lost(actor)
             raise TrainerLost(str(error), executing=False) from error
-        if answer is None:
-            raise TrainerLost(f"{method}: this trainer never took it; the one that did was lost", executing=False)
-        return answer
+        finally:
+            work.writing.remove(uid)
+        if artifact is None:
+            raise TrainerLost("saved: this trainer never took it; the one that did was lost", executing=False)
+        return artifact
 
     @property
     def current(self) -> Any:
@@ -135,7 +230,7 @@ class TrainerHandle:
         await self._ready.wait()
         actor = self._actor
         manifest_ref, buffer_ref = actor.export.options(num_returns=2).remote(uid)
-        return await self._answer(actor, manifest_ref), buffer_ref
+        return await self._queued(actor, manifest_ref), buffer_ref
 
     def condemn(self, actor: Any) -> None:
         """Replace a trainer whose state cannot be trusted any more: it raised in the middle of a batch."""
@@ -144,13 +239,18 @@ class TrainerHandle:
     def _lost(self, actor: Any, at_work: bool = True) -> None:
         if actor is not self._actor or not self._ready.is_set():
             return
-        if not at_work:
-            self._queue.insert(0, object())  # none of the calls that end now is why
+        work, self._work = self._work, _Work()
+        if at_work:
+            work.saving = frozenset(work.writing)
+        else:
+            work.queue.insert(0, object())  # none of the calls and saves that end now is why
         log.error("the trainer died; starting a new one")
         self._ready.clear()
-        self._queue = []  # of the next trainer; the calls that wait for this one keep theirs
-        self._kill(actor)
-        self._on_lost()
+        try:
+            self._kill(actor)
+        except Exception:  # Ray itself may be restarting; without the rest nobody would ever start a new one
+            log.exception("the trainer that was lost could not be ended")
+        self._on_lost(work.saving)
         self._restart = asyncio.create_task(self._start_again())
 
     async def _start_again(self) -> None:

@@ -15,9 +15,9 @@ from lorafleet_runtime.errors import Retryable, RunError, unforeseen
 from lorafleet_runtime.loop.buffers import Need
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.journal import about
-from lorafleet_runtime.loop.lifecycle import checkpoint
 from lorafleet_runtime.loop.publishing import publish
 from lorafleet_runtime.loop.samples import cut_samples, write_samples
+from lorafleet_runtime.loop.saving import checkpoint
 from lorafleet_runtime.loop.trainer import TrainerLost
 from lorafleet_runtime.loop.whiten import whitening
 from lorafleet_runtime.registry.run import Run
@@ -42,10 +42,13 @@ async def _train_on(fleet: Fleet, groups: list[PromptGroup]) -> None:
         result: BatchResult = await fleet.trainer.call("accumulate", groups)
         full = commit(fleet, groups, result)
         for run in full:
-            await step(fleet, run)
+            try:
+                await step(fleet, run)
+            except RunError as error:  # this run's alone; the trainer is whole
+                fleet.registry.fail(error.fault(run.uid))
     except TrainerLost as error:
         if error.executing:
-            _suspect(fleet, {g.uid for g in groups}, str(error))
+            _suspect(fleet, {g.uid for g in groups}, str(error), certain=not error.saving)
     except Retryable as error:
         log.info("training: %s; its runs load again", error)
     except Exception as error:
@@ -64,7 +67,6 @@ async def wait_for_batch(fleet: Fleet) -> None:
     ready, grown_at = 0, time.monotonic()
     while True:
         needs = _needs(fleet)
-        _drop_stale_of_whole_batches(fleet, needs)
         now_ready = fleet.buffers.samples_ready(needs)
         if now_ready > ready:
             grown_at = time.monotonic()
@@ -82,7 +84,6 @@ async def wait_for_batch(fleet: Fleet) -> None:
 def take_batch(fleet: Fleet) -> list[PromptGroup]:
     """Take what can be trained now; the caller holds `accumulating`, and sends it before it awaits anything else."""
     needs = _needs(fleet)
-    _drop_stale_of_whole_batches(fleet, needs)
     _fix_whitening(fleet, needs)
     batch = fleet.buffers.collect(needs, fleet.config.pool.spec.rollout.global_batch_size)
     groups: list[PromptGroup] = []
@@ -96,14 +97,6 @@ def take_batch(fleet: Fleet) -> list[PromptGroup]:
     for uid in needs:
         fleet.registry.runs[uid].progress.buffered = fleet.buffers.count(uid)
     return groups
-
-
-def _drop_stale_of_whole_batches(fleet: Fleet, needs: Mapping[str, Need]) -> None:
-    """Before its batch is fixed: nothing would take these groups out, and the run would wait for their places."""
-    for uid, need in needs.items():
-        if need.whole:
-            for group in fleet.buffers.drop_stale(uid, need):
-                _drop_stale(fleet, group)
 
 
 def _fix_whitening(fleet: Fleet, needs: Mapping[str, Need]) -> None:
@@ -120,7 +113,14 @@ def _whitened(state: RunState, group: PromptGroup) -> PromptGroup:
 
 
 def _needs(fleet: Fleet) -> dict[str, Need]:
+    """What may be taken now, after every stale group was dropped: a count of the others is what follows from here on.
+
+    A run that waits for its whole batch would wait for the places of stale ones, and a suspect would be preferred for
+    groups that it cannot use.
+    """
     needs: dict[str, Need] = {}
+    if fleet.stopping:
+        return needs
     for run in fleet.registry.in_state("ACTIVE"):
         state = fleet.state(run)
         if state is None or run.accumulated_groups >= run.groups_per_step:
@@ -133,6 +133,9 @@ def _needs(fleet: Fleet) -> dict[str, Need]:
             whole=run.spec.algorithm.advantage == "reinforce"
             and (state.whitening is None or state.whitening.step != run.step),
         )
+    for uid, need in needs.items():
+        for group in fleet.buffers.drop_stale(uid, need):
+            _drop_stale(fleet, group)
     others = {uid: need for uid, need in needs.items() if uid not in fleet.suspects}
     for uid in sorted(fleet.suspects & needs.keys()):
         full = fleet.buffers.count(uid) >= needs[uid].remaining
@@ -195,6 +198,8 @@ async def step(fleet: Fleet, run: Run) -> None:
         return  # the lifecycle task writes the final checkpoint
     manifest, buffer = await fleet.trainer.export(run.uid)
     fleet.spawn(_publish(fleet, run, run.trainer_version, manifest, buffer), f"publishing run {run.uid}")
+    if fleet.stopping:
+        return  # whoever stops saves every run
     if state.save_due or run.step % run.spec.checkpoint.interval_steps == 0:
         state.save_due = state.saving.locked()  # the one before is still on its way
         if not state.save_due:
@@ -202,9 +207,11 @@ async def step(fleet: Fleet, run: Run) -> None:
 
 
 def _may_step(run: Run) -> bool:
-    """A suspension saves what is accumulated, but not a whole batch: nothing would step it when the run comes back."""
-    suspending = run.state == "RETIRING" and run.ending is not None and run.ending.outcome == "Suspended"
-    return run.state == "ACTIVE" or suspending
+    """No whole batch is ever saved, for nothing would step it when the run comes back. So a batch is also stepped when
+    its run is being suspended, or has groups that its last checkpoint must keep because the one before had them."""
+    if run.state == "RETIRING" and run.ending is not None and run.ending.save:
+        return run.ending.outcome == "Suspended" or run.restored_groups > 0
+    return run.state == "ACTIVE"
 
 
 def _record(fleet: Fleet, run: Run, result: StepResult, groups: list[PromptGroup]) -> None:
@@ -239,8 +246,9 @@ async def _checkpoint(fleet: Fleet, run: Run, state: RunState) -> None:
     except Retryable as error:
         state.save_due = True
         log.info("run %s: checkpoint: %s", run.uid, error, extra=about(run.uid))
-        if isinstance(error, TrainerLost) and error.executing:
-            _suspect(fleet, {run.uid}, str(error))
+    except TimeoutError:
+        state.save_due = True
+        log.error("run %s: its checkpoint is not written yet; trying again", run.uid, extra=about(run.uid))
     except RunError as error:
         state.save_due = True
         log.error("run %s: %s; trying again after its next step", run.uid, error, extra=about(run.uid))
@@ -251,12 +259,21 @@ async def _checkpoint(fleet: Fleet, run: Run, state: RunState) -> None:
             fleet.registry.checkpointed(run.uid, artifact)
 
 
-def _suspect(fleet: Fleet, among: set[str], why: str) -> None:
-    """The trainer died while it worked for these: they train alone from now on; one that kills it alone is failed."""
+def _suspect(fleet: Fleet, among: set[str], why: str, certain: bool = True) -> None:
+    """The trainer died while it worked for these: they train alone from now on; one that kills it alone is failed.
+
+    Args:
+        fleet: of the runs.
+        among: runs of the batch.
+        why: for people.
+        certain: no save was on its way, which may have been why. Saves under suspicion are made alone, so a run that
+            was alone with one twice is counted the second time.
+    """
     uids = sorted(among)
+    certain = certain or among <= fleet.suspects
     fleet.suspects.update(uids)
     log.error("the trainer died while it worked for %s (%s)", ", ".join(uids), why)
-    if len(uids) > 1:
+    if len(uids) > 1 or not certain:
         return
     run = fleet.registry.runs.get(uids[0])
     if run is None:

@@ -318,8 +318,8 @@ class Registry(Listings):
             self._changed()
 
     def not_saved(self, uid: str, why: str, again: str = "; it is tried again") -> None:
-        """A checkpoint, or with `again` empty a step's record, could not be written."""
-        if (run := self.runs.get(uid)) is not None and run.state in ("ACTIVE", "RETIRING"):
+        """A checkpoint could not be written or read, or with `again` empty a step's record not written."""
+        if (run := self.runs.get(uid)) is not None and run.state in ("PENDING", "ACTIVE", "RETIRING"):
             run.message = why + again
             self._changed()
 

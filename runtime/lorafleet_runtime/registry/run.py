@@ -128,6 +128,8 @@ class Run:
     restarts: int = 0
     crashes: int = 0
     """Trainer crashes with this run in the batch."""
+    save_deaths: int = 0
+    """Times in a row that the trainer died during a save of this run."""
     start_time: float | None = None
     completion_time: float | None = None
     queue_position: int | None = None
@@ -156,8 +158,9 @@ class Run:
         self.accumulated_groups = self.restored_groups = loaded.groups
         self.progress.reward_sum, self.progress.reward_count = loaded.reward_sum, loaded.samples
         self.note = "; ".join([*filter(None, [self.note]), *loaded.passed_over])
-        if self.artifact is not None and self.artifact.step > self.step:
-            self.artifact = None  # it is not there any more, or is damaged
+        durable = -1 if loaded.durable_step is None else loaded.durable_step
+        if self.artifact is not None and self.artifact.step > min(self.step, durable):
+            self.artifact = None  # it is not there any more, or is damaged; it has to be written again
 
     def activate(self, now: float) -> None:
         """Every engine has the version that the trainer holds."""

@@ -1,13 +1,14 @@
 """The trainer rank as a Ray actor, and the group of all ranks.
 
 Called by the loop. Imports no torch: the actor sets its thread count before torch starts its thread pool. Ray runs the
-calls of an actor one at a time, in order and on one thread, apart from those in the lane of saves.
+calls of an actor one at a time, in order and on one thread, apart from those in the other lanes.
 """
 
 import hashlib
 import os
 import socket
 import tempfile
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
+from lorafleet_runtime.storage import ASIDE, latest_checkpoint, run_directory, step_of
 from lorafleet_runtime.trainer.group import Seat, TrainerGroup
 from lorafleet_runtime.trainer.saves import Saves
 from lorafleet_runtime.types import (
@@ -28,6 +30,7 @@ from lorafleet_runtime.types import (
     LoadRequest,
     Manifest,
     PromptGroup,
+    Retention,
     RunFault,
     StepResult,
 )
@@ -43,7 +46,10 @@ RESOURCE = "lorafleet_trainer"
 _SAVES = "saves"
 """Ray concurrency group of the calls that wait for checkpoints; all other calls keep their order and their thread."""
 
-LANES = {_SAVES: 4}
+_PROCESS = "process"
+"""Of the call that must answer also while the storage hangs."""
+
+LANES = {_SAVES: 4, _PROCESS: 1}
 """Concurrency groups of the actor's class."""
 
 
@@ -61,6 +67,7 @@ class TrainerActor:
         self._arguments = (pool_spec, model_path, storage_root, pool)
         self._store: Store | None = None
         self._saves = Saves()
+        self._is_first = True
 
     def node(self) -> str:
         """The Ray node that the actor was placed on."""
@@ -85,6 +92,7 @@ class TrainerActor:
         """
         pool_spec, model_path, storage_root, pool = self._arguments
         self._limit_threads(seat.neighbours)
+        self._is_first = seat.rank == 0
         import torch
 
         from lorafleet_runtime.trainer import rank
@@ -101,6 +109,7 @@ class TrainerActor:
             model_path,
             storage_root,
             snapshots=_snapshots(storage_root, pool),
+            defer=self._saves.defer,
             ranks=Ranks.start(seat.rank, *sizes, self._store, device),
         )
         return self._rank.slots()
@@ -117,8 +126,17 @@ class TrainerActor:
         torch.set_num_threads(threads)
 
     def load(self, request: LoadRequest) -> Loaded:
-        """See TrainerRank.load."""
-        return self._rank.load(request)
+        """See TrainerRank.load; rank 0 adds what the storage has then, with damaged checkpoints set aside."""
+        loaded = self._rank.load(request)
+        return replace(loaded, durable_step=self._durable_step(request)) if self._is_first else loaded
+
+    def _durable_step(self, request: LoadRequest) -> int | None:
+        directory = run_directory(Path(self._arguments[2]), request.namespace, request.name, request.uid)
+        try:
+            newest = latest_checkpoint(directory)
+        except OSError:
+            return None  # what cannot be seen is not relied on
+        return step_of(newest) if newest is not None and not newest.name.startswith(ASIDE) else None
 
     def drop(self, uid: str, keep_snapshot: bool = False) -> None:
         """See TrainerRank.drop."""
@@ -145,14 +163,14 @@ class TrainerActor:
         return self._rank.export(uid)
 
     def capture(
-        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, score: float | None = None
+        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, retention: Retention | None = None
     ) -> str:
         """Copy what a checkpoint holds and return; rank 0 writes it beside the calls that follow.
 
         Returns:
             A ticket for `saved`.
         """
-        save = self._rank.capture(uid, directory, cursor, partial, score)
+        save = self._rank.capture(uid, directory, cursor, partial, retention)
         return "" if save is None else self._saves.add(save.write)
 
     @ray.method(concurrency_group=_SAVES)  # type: ignore[untyped-decorator, unused-ignore]
@@ -160,7 +178,7 @@ class TrainerActor:
         """See Saves.result; rank 0 only."""
         return self._saves.result(ticket)
 
-    @ray.method(concurrency_group=_SAVES)  # type: ignore[untyped-decorator, unused-ignore]
+    @ray.method(concurrency_group=_PROCESS)  # type: ignore[untyped-decorator, unused-ignore]
     def pid(self) -> int:
         """The actor's process; does not wait for a call that is running."""
         return os.getpid()

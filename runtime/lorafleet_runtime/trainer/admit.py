@@ -1,6 +1,6 @@
 """What the trainer accepts: load requests against the pool, and prompt groups against the model.
 
-Called by rank.py before it changes anything.
+Called by rank.py and passes.py before it changes anything.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Packs prompt groups of several runs into passes through the model.
 
-Called by rank.py. A pass holds whole groups, or shares of a group that is over the token budget by itself; the rows of
-one slot are adjacent. The last token of a response is only a label and needs no row.
+Called by passes.py. A pass holds whole groups, or shares of a group that is over the token budget by itself; the rows
+of one slot are adjacent. The last token of a response is only a label and needs no row.
 """
 
 from collections.abc import Iterator, Sequence

@@ -35,6 +35,8 @@ from lorafleet_runtime.storage import (
     sync_directory,
 )
 from lorafleet_runtime.trainer.record import PendingRecord
+from lorafleet_runtime.trainer.record_files import clean_pending
+from lorafleet_runtime.trainer.record_moves import FOLDER
 from lorafleet_runtime.types import Artifact, Cursor
 
 log = logging.getLogger(__name__)
@@ -144,7 +146,8 @@ class Save:
 
 
 def prune(directory: Path, keep: int, keep_best: bool = False) -> None:
-    """Delete all but the newest `keep` checkpoints, and what interrupted writes left. Failures are left for later.
+    """Delete all but the newest `keep` checkpoints, what interrupted writes left, and records that only deleted ones
+    needed. Failures are left for later.
 
     Args:
         directory: of the run.
@@ -165,6 +168,7 @@ def prune(directory: Path, keep: int, keep_best: bool = False) -> None:
             path.rename(doomed)
         for path in directory.glob(".tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
+        clean_pending(directory / FOLDER)
     except OSError as error:
         log.warning("old checkpoints in %s stay for now (%s)", directory, error)
 

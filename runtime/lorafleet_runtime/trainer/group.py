@@ -6,6 +6,7 @@ Imports no torch and knows nothing of what the ranks do.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from ray.util import remove_placement_group
 from lorafleet_runtime.errors import ConfigError, Retryable, RunError
 from lorafleet_runtime.remote import call
 
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 120.0
 """After one rank raised, the others have this long to raise the same, or Ray to say which rank died."""
 
 _FIRST_ONLY = frozenset({"saved", "retain", "pid"})
@@ -66,10 +67,11 @@ class TrainerGroup:
 
     def kill(self) -> None:
         """End every rank, whatever it does."""
-        for actor in self.actors:
-            ray.kill(actor)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
+        with contextlib.ExitStack() as ends:  # one that cannot be ended keeps none of the others
+            if self._placement is not None:
+                ends.callback(remove_placement_group, self._placement)
+            for actor in self.actors:
+                ends.callback(ray.kill, actor)
 
     async def seat(self) -> Any:
         """Give every rank its seat and start it. Ranks of one node get neighbouring numbers."""

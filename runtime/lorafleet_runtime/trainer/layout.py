@@ -1,6 +1,7 @@
 """Names, shapes and places of an adapter's matrices in its flat buffer.
 
-Read by lora.py (to allocate) and warm_start.py (to check a PEFT file before a slot is taken). Imports no torch.
+Read by rank.py and lora.py (to allocate) and warm_start.py (to check a PEFT file before a slot is taken). Imports no
+torch.
 """
 
 from __future__ import annotations

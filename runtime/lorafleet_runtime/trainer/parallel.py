@@ -6,6 +6,7 @@ of the trainer reaches every rank with the same arguments, so all of them make t
 """
 
 import datetime
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lorafleet_runtime.errors import ConfigError, RunError
+from lorafleet_runtime.errors import ConfigError, RuntimeFault
 
-COLLECTIVE_TIMEOUT_SECONDS = 600
-"""A rank that waits longer for its peers raises, and the loop replaces them all."""
+log = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT_SECONDS = 1800
+"""A rank that waits longer for its peers raises, and the loop replaces them all. One that dies is noticed at once; this
+is for one that hangs, and above what rank 0 may take for the files of a large base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class Ranks:
         """What `work` gives on rank 0, on every rank.
 
         Raises:
-            RunError: as `work` raised it on rank 0, on every rank.
+            RuntimeFault: as `work` raised it on rank 0, on every rank: nobody may wait for an answer that never comes.
         """
         if self.world == 1:
             return work()
@@ -98,8 +102,11 @@ class Ranks:
         if self.is_first:
             try:
                 answer[0] = work()
-            except RunError as error:
+            except RuntimeFault as error:
                 answer[1] = error
+            except Exception as error:  # told to the others as it is to the loop
+                log.exception("rank 0 raised; all ranks raise with it")
+                answer[1] = RuntimeFault(f"{type(error).__name__}: {error}")
         dist.broadcast_object_list(answer, src=0)
         if answer[1] is not None:
             raise answer[1]
@@ -145,6 +152,14 @@ class Ranks:
         out = share.new_empty(self.dp * len(share))
         dist.all_gather_into_tensor(out, share, group=self.dp_group)
         return out.view(self.dp, -1)
+
+    def collect_on_first_dp(self, share: Tensor) -> list[Tensor] | None:
+        """Each data-parallel rank's tensor, all of one shape, on the first of them; None on the others."""
+        if self.dp == 1:
+            return [share]
+        out = [torch.empty_like(share) for _ in range(self.dp)] if self.dp_rank == 0 else None
+        dist.gather(share, out, group=self.dp_group, group_dst=0)
+        return out
 
     def collect_over_tp(self, share: Tensor) -> list[Tensor] | None:
         """Each tensor-parallel rank's tensor on the first of them, None on the others."""

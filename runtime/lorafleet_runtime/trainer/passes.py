@@ -27,7 +27,7 @@ from lorafleet_runtime.types import PromptGroup, RunFault
 
 
 def admit(
-    groups: Sequence[PromptGroup], slots: Mapping[int, Slot], shape: ModelShape, ranks: Ranks
+    groups: Sequence[PromptGroup], slots: Mapping[int, Slot], shape: ModelShape, settings: TrainerSpec, ranks: Ranks
 ) -> tuple[list[RunFault], dict[int, Tally]]:
     """Sort groups by slot; a run with a group that cannot be trained is left out whole.
 
@@ -49,7 +49,8 @@ def admit(
         except RunError as error:
             faults.append(error.fault(uid))
             continue
-        first = slots[numbers[uid]].groups
+        # In fast mode runs with a group or two per step begin on different ranks, so that all ranks have work.
+        first = slots[numbers[uid]].groups + (0 if settings.deterministic else numbers[uid])
         mine = [group for i, group in enumerate(own, first) if i % ranks.dp == ranks.dp_rank]
         tallies[numbers[uid]] = Tally(groups=own, mine=mine)
     return faults, tallies
@@ -65,8 +66,10 @@ def run_passes(
     """
     work = [piece for number, tally in tallies.items() for piece in _work(number, slots[number], tally, settings)]
     rows = 0
-    for members in pack(work, settings.micro_batch_tokens, settings.deterministic):
-        rows += _pass(model, slots, tallies, members)
+    for with_kl in (False, True):  # a pass with a KL term runs the base model too, which others should not pay for
+        chosen = [piece for piece in work if (piece.params.kl_coef > 0) is with_kl]
+        for members in pack(chosen, settings.micro_batch_tokens, settings.deterministic):
+            rows += _pass(model, slots, tallies, members)
     return _add_up(tallies, rows, ranks)
 
 
@@ -82,7 +85,7 @@ def _pass(model: BaseModel, slots: Mapping[int, Slot], tallies: Mapping[int, Tal
     batch = make_micro_batch(members, model.device, loss_type)
     segments = [Segment(slots[n].adapter, start, end) for n, start, end in batch.segments]
     policy = batch.policy
-    if any(piece.params.kl_coef > 0 for piece in members):
+    if members[0].params.kl_coef > 0:
         policy = _with_reference(model, batch)
     hidden = model.hidden(batch.ids, batch.groups, segments)
     with torch.no_grad():

@@ -6,6 +6,7 @@ trainer's accumulators cannot be trusted, and every later call that would use th
 writes files.
 """
 
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,8 +31,9 @@ from lorafleet_runtime.trainer.model import BaseModel
 from lorafleet_runtime.trainer.optimizer import SlotOptimizer
 from lorafleet_runtime.trainer.parallel import Ranks
 from lorafleet_runtime.trainer.passes import admit, run_passes
-from lorafleet_runtime.trainer.record import FOLDER, StepRecorder
+from lorafleet_runtime.trainer.record import StepRecorder
 from lorafleet_runtime.trainer.record_files import Start, StepFigures, describe_run
+from lorafleet_runtime.trainer.record_moves import FOLDER, Defer, Outbox, at_once, clear_of_other_boots, forward
 from lorafleet_runtime.trainer.restore import newest_state
 from lorafleet_runtime.trainer.slot import Slot, count
 from lorafleet_runtime.trainer.snapshot import Snapshots
@@ -45,6 +47,7 @@ from lorafleet_runtime.types import (
     LoadRequest,
     Manifest,
     PromptGroup,
+    Retention,
     RunFault,
     StepResult,
 )
@@ -62,6 +65,7 @@ class TrainerRank:
         dtype: compute type instead of the pool's; tests use float64.
         snapshots: folder on rank 0's node for the state after each step; None keeps none.
         ranks: of the trainer, as the pool's trainer asks for; None starts a single one.
+        defer: queue of the thread that writes checkpoints, which moves records to storage.
 
     Raises:
         ConfigError: the pool asks for what this trainer does not do, or the model's files do not fit.
@@ -75,6 +79,8 @@ class TrainerRank:
         dtype: torch.dtype | None = None,
         snapshots: Path | None = None,
         ranks: Ranks | None = None,
+        *,
+        defer: Defer = at_once,
     ) -> None:
         """Load the base model."""
         trainer = pool_spec.trainer
@@ -88,12 +94,15 @@ class TrainerRank:
         self._pool = pool_spec
         self._storage = Path(storage_root)
         self._base_name = pool_spec.base_model.name or pool_spec.base_model.path or model_path
-        self._digest = ranks.on_first(lambda: base_digest(model_path))
+        self._digest = _common_digest(model_path, ranks)
         dtype = dtype or _DTYPES[pool_spec.base_model.dtype]
         self._model = BaseModel(model_path, dtype, device, ranks, trainer.recompute)
         self._slots: dict[int, Slot] = {}
         self._keeps_snapshots = snapshots is not None
         self._snapshots = Snapshots(snapshots if ranks.is_first else None)
+        self._waiting, self._defer = self._snapshots.records, defer
+        if self._waiting is not None:
+            clear_of_other_boots(self._waiting)
         self._torn = False
 
     def load(self, request: LoadRequest) -> Loaded:
@@ -165,10 +174,15 @@ class TrainerRank:
             self._snapshots.remove(uid)
 
     def retain(self, uids: Sequence[str]) -> None:
-        """Forget the snapshots of all other runs: they ended while nobody could say so."""
+        """Forget the snapshots of all other runs, and store their records: they ended while nobody could say so."""
         self._snapshots.retain(uids)
+        if self._waiting is not None:
+            forward(self._waiting, self._storage, uids, self._defer)
 
     def _free(self, uid: str) -> None:
+        for slot in self._slots.values():
+            if slot.uid == uid and slot.recorder is not None:
+                slot.recorder.close()
         self._slots = {number: slot for number, slot in self._slots.items() if slot.uid != uid}
 
     def slots(self) -> dict[int, str]:
@@ -186,7 +200,7 @@ class TrainerRank:
         """
         self._check_whole()
         began = time.perf_counter()
-        faults, tallies = admit(groups, self._slots, self._model.shape, self._ranks)
+        faults, tallies = admit(groups, self._slots, self._model.shape, self._pool.trainer, self._ranks)
         self._torn = True  # until every pass is through: a partial batch cannot be taken back
         rows = run_passes(self._model, self._slots, tallies, self._pool.trainer, self._ranks)
         self._torn = False
@@ -224,9 +238,11 @@ class TrainerRank:
             slot.discard()
             return RunFault(uid, reasons.NON_FINITE, "the gradient is not finite; lower optimizer.lr or clip rewards")
         adapter.refresh()
-        if not all(self._ranks.gather(bool(torch.isfinite(adapter.master).all()))):
+        owned = (adapter.master, *slot.optimizer.moments)
+        if not all(self._ranks.gather(all(bool(torch.isfinite(tensor).all()) for tensor in owned))):
             slot.discard()
-            return RunFault(uid, reasons.NON_FINITE, f"a weight is not finite; lower optimizer.lr ({done[0]})")
+            slot.broken = f"a weight or moment is not finite; lower optimizer.lr ({done[0]}) or set clipGrad"
+            return RunFault(uid, reasons.NON_FINITE, slot.broken)
         slot.incarnation = incarnation
         figures = StepFigures(slot.optimizer.step_count, *done, slot.denominator, incarnation, cursor)
         unrecorded = "" if slot.recorder is None else slot.recorder.write(figures, self._ranks)
@@ -239,14 +255,14 @@ class TrainerRank:
         """The run's current adapter for engines, on rank 0; None on the others.
 
         Raises:
-            RunError: the run is not loaded.
+            RunError: the run is not loaded, or NonFinite: its last step left it unusable.
         """
-        adapter = self._slot(uid).adapter
+        adapter = self._sound_slot(uid).adapter
         weights = adapter.shares.canonical(adapter.weights) if self._ranks.dp_rank == 0 else None
         return None if weights is None else flat_export(adapter, weights, self._base_name)
 
     def capture(
-        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, score: float | None = None
+        self, uid: str, directory: str, cursor: Cursor, partial: bool = False, retention: Retention | None = None
     ) -> Save | None:
         """Copy what a checkpoint holds, so that it can be written while other calls go on.
 
@@ -255,16 +271,19 @@ class TrainerRank:
             directory: the run's own, {storage}/{namespace}/{name}/{uid}.
             cursor: the prompt groups consumed up to the last step, or with `partial` up to now.
             partial: with what was accumulated since the last step.
-            score: what checkpoint.keepBest compares.
+            retention: which checkpoints stay, and this one's score; None is as at the load, without a score.
 
         Returns:
             `directory`/step_N in waiting on rank 0, None on the others.
 
         Raises:
-            RunError: the run is not loaded, or StorageError for a directory outside the storage.
+            RunError: the run is not loaded; NonFinite: its last step left it unusable, and must not take the place of a
+                good checkpoint; StorageError for a directory outside the storage.
         """
-        slot = self._slot(uid)
-        self._inside(directory)
+        self._check_whole()
+        slot = self._sound_slot(uid)
+        self._ranks.on_first(lambda: self._inside(directory))
+        retention = retention or Retention(slot.spec.checkpoint.keep, slot.spec.checkpoint.keep_best)
         adapter = slot.adapter
         state = slot.state(cursor, copy=True)
         unfinished = partial and slot.groups > 0
@@ -277,11 +296,11 @@ class TrainerRank:
         return Save(
             self._storage / directory,
             slot.identity,
-            replace(state, partial=sums, score=score),
+            replace(state, partial=sums, score=retention.score),
             peft_tensors(adapter, weights),
             peft_config(adapter, self._base_name),
-            slot.spec.checkpoint.keep,
-            slot.spec.checkpoint.keep_best,
+            retention.keep,
+            retention.keep_best,
             pending,
         )
 
@@ -293,7 +312,8 @@ class TrainerRank:
         Raises:
             RunError: as `capture`, or StorageError.
         """
-        save = self.capture(uid, directory, cursor, partial, score)
+        kept = self._slot(uid).spec.checkpoint
+        save = self.capture(uid, directory, cursor, partial, Retention(kept.keep, kept.keep_best, score))
         return None if save is None else save.write()
 
     def adapter(self, uid: str) -> SlotAdapter:
@@ -307,10 +327,12 @@ class TrainerRank:
     def _recorder(self, request: LoadRequest, slot: Slot, state: TrainState) -> StepRecorder:
         """The run's recorder, begun; a run without a state of its own begins its records anew."""
         spec, adapter = slot.spec, slot.adapter
-        folder = run_directory(self._storage, request.namespace, request.name, request.uid) / FOLDER
-        recorder = StepRecorder(
-            request.uid, folder if self._ranks.is_first else None, self._master_type, spec.algorithm.mask_truncated
-        )
+        names = (request.namespace, request.name, request.uid)
+        folder = run_directory(self._storage, *names) / FOLDER if self._ranks.is_first else None
+        outbox = None
+        if folder is not None and self._waiting is not None:
+            outbox = Outbox(request.uid, folder, run_directory(self._waiting, *names), self._defer)
+        recorder = StepRecorder(request.uid, folder, self._master_type, spec.algorithm.mask_truncated, outbox)
         fresh = None
         if self._ranks.is_first and state.step == 0 and state.partial is None:
             about = describe_run(
@@ -336,9 +358,34 @@ class TrainerRank:
                 return slot
         raise RunError(reasons.INTERNAL_ERROR, f"run {uid} is in no trainer slot; load it first")
 
+    def _sound_slot(self, uid: str) -> Slot:
+        slot = self._slot(uid)
+        if slot.broken:
+            raise RunError(reasons.NON_FINITE, slot.broken)
+        return slot
+
     def _check_whole(self) -> None:
         if self._torn:
             raise RuntimeFault("the trainer failed in the middle of a batch; start it again and reload its runs")
+
+
+def _common_digest(model_path: str, ranks: Ranks) -> str:
+    """Fingerprint of the base model, read once per host.
+
+    Raises:
+        ConfigError: the hosts have different files; their ranks would compute different gradients.
+    """
+    hosts = ranks.gather(socket.gethostname())
+    reads = hosts.index(hosts[ranks.rank]) == ranks.rank
+    found = ranks.gather(base_digest(model_path) if reads else "")
+    by_host = {host: digest for host, digest in zip(hosts, found, strict=True) if digest}
+    if len(set(by_host.values())) > 1:
+        text = ", ".join(f"{digest[:12]} on {host}" for host, digest in sorted(by_host.items()))
+        raise ConfigError(
+            f"baseModel: {model_path} has other files on other hosts ({text}); give all the same revision"
+        )
+    digest: str = found[0]
+    return digest
 
 
 def _check_stored(state: TrainState, shape: tuple[int, ...], dtype: torch.dtype) -> None:

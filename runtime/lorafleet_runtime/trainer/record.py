@@ -1,7 +1,8 @@
 """Records of a run's optimizer steps, for `lorafleet replay` (recordSteps): what went into each and what came out.
 
 Called by the trainer: `start` at load, `add` while a batch accumulates, `write` at step time before the snapshot of the
-step, so that a state at step N always has its record. Runs no model; record_files.py has the format.
+step, so that a state at step N always has its record, beside the snapshot; record_moves.py brings it to storage.
+Runs no model; record_files.py has the format.
 A record that storage refuses is an error for people and never ends a run or a step.
 """
 
@@ -19,23 +20,21 @@ from torch import Tensor
 from lorafleet_runtime.trainer.parallel import Ranks
 from lorafleet_runtime.trainer.record_files import (
     FORMAT,
-    PENDING,
     RUN_FILE,
     Start,
     StepFigures,
     flatten,
+    pending_name,
     read_pair,
     remove_pair,
     step_json,
     step_name,
-    trim,
     unflatten,
     write_pair,
     write_start,
 )
+from lorafleet_runtime.trainer.record_moves import Outbox, at_once
 from lorafleet_runtime.types import PromptGroup, VersionId
-
-FOLDER = "records"
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +45,14 @@ class PendingRecord:
 
     uid: str
     directory: Path
+    """On storage."""
     tensors: dict[str, Tensor]
     about: dict[str, Any]
 
     def write(self) -> None:
         """Write it beside the records. A failure costs the step's record, which then says so, not the checkpoint."""
         try:
-            write_pair(self.directory, PENDING, self.tensors, self.about)
+            write_pair(self.directory, pending_name(self.about["step"]), self.tensors, self.about)
         except (OSError, SafetensorError) as error:
             log.error("run %s: the unfinished step cannot be recorded in %s (%s)", self.uid, self.directory, error)
 
@@ -65,11 +65,15 @@ class StepRecorder:
         directory: `{run directory}/records`; None on ranks that only keep log-probabilities.
         dtype: of the loss arithmetic, float32 or float64: what advantages and log-probabilities are stored as.
         mask_truncated: the run leaves truncated samples out of the loss.
+        outbox: brings the records to `directory`; without one each is written there at once.
     """
 
-    def __init__(self, uid: str, directory: Path | None, dtype: torch.dtype, mask_truncated: bool) -> None:
+    def __init__(
+        self, uid: str, directory: Path | None, dtype: torch.dtype, mask_truncated: bool, outbox: Outbox | None = None
+    ) -> None:
         self.uid = uid
         self._directory = directory
+        self._outbox = outbox or (None if directory is None else Outbox(uid, directory, None, at_once))
         self._dtype = dtype
         self._mask_truncated = mask_truncated
         self._groups: list[PromptGroup] = []
@@ -78,8 +82,6 @@ class StepRecorder:
         """The beginning, while storage refuses it."""
         self._broken = ""
         """Why the step in progress cannot be recorded."""
-        self._notes: list[str] = []
-        """What went wrong at load, to be told with the next step."""
 
     def start(self, start: Start | None, step: int) -> None:
         """Begin at load: fresh, or behind the step that the run was loaded at. Later records are removed.
@@ -88,16 +90,17 @@ class StepRecorder:
             start: for a run without any state; None for one that goes on.
             step: that the run was loaded at.
         """
-        if self._directory is None:
+        if self._outbox is None:
             return
         self._unwritten = start
-        try:
-            trim(self._directory, step, fresh=start is not None)
-            if start is None and not (self._directory / RUN_FILE).exists():
-                self._notes.append(f"{self._directory / RUN_FILE} is missing, so no step can be replayed")
-        except OSError as error:
-            self._notes.append(f"old records in {self._directory} cannot be removed ({error})")
-        self._begin()
+        self._outbox.begin(step, fresh=start is not None)
+        self._begin(self._outbox)
+        self._outbox.send()
+
+    def close(self) -> None:
+        """The run leaves its slot."""
+        if self._outbox is not None:
+            self._outbox.close()
 
     def add(
         self, groups: Sequence[PromptGroup], mine: Sequence[PromptGroup], logprobs: Mapping[tuple[int, int], Tensor]
@@ -128,24 +131,27 @@ class StepRecorder:
         self._groups, self._logprobs, self._broken = [], {}, ""
 
     def write(self, figures: StepFigures, ranks: Ranks) -> str:
-        """Write the record of a step, durably and in place of an older one; a collective.
+        """Write the record of a step, in place of an older one, and send it to storage; a collective.
 
         Returns:
-            What went wrong, for people; "" when nothing did. The step counts either way.
+            What went wrong since the last step, for people; "" when nothing did. The step counts either way.
         """
         self._collect(ranks)
-        if self._directory is None:
+        out = self._outbox
+        if out is None:
             return ""
-        name = step_name(figures.step)
-        notes, self._notes = [*self._notes, *self._begin()], []
+        name, notes = step_name(figures.step), self._begin(out)
         try:
             if self._broken:
                 raise OSError(self._broken)
-            write_pair(self._directory, name, self._tensors(), step_json(figures, self._groups))
+            about = step_json(figures, self._groups)
+            write_pair(out.place, name, self._tensors(), about, out.durable)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):  # an older record of this step would tell of other samples
-                remove_pair(self._directory, name)
-            notes.append(f"the record of step {figures.step} cannot be written to {self._directory} ({error})")
+                remove_pair(out.place, name)
+            notes.append(f"the record of step {figures.step} cannot be written to {out.place} ({error})")
+        out.send()
+        notes = [*out.notes(), *notes]
         return f"recordSteps: {'; '.join(notes)}; replay will stop there; free space or fix it" if notes else ""
 
     def pending(self, step: int, ranks: Ranks) -> PendingRecord | None:
@@ -169,22 +175,22 @@ class StepRecorder:
             self._groups = [_PLACEHOLDER] * groups
             return
         try:
-            about, tensors = read_pair(self._directory, PENDING)
+            about, tensors = read_pair(self._directory, pending_name(step))
             found = (about["step"], len(about["versions"]))
             if found[0] != step or found[1] < groups:  # more: of a later checkpoint that did not become whole
                 raise ValueError(f"it holds {found[1]} groups of step {found[0]}, not {groups} of step {step}")
             self._groups, self._logprobs = unflatten(self.uid, about["versions"][:groups], tensors)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            self._broken = f"{PENDING}.safetensors of its first {groups} groups cannot be read: {error}"
+            self._broken = f"{pending_name(step)}.safetensors of its first {groups} groups cannot be read: {error}"
 
-    def _begin(self) -> list[str]:
+    def _begin(self, out: Outbox) -> list[str]:
         """Write run.json and the initial adapter where they are still to be written. Returns what went wrong."""
-        if self._unwritten is None or self._directory is None:
+        if self._unwritten is None:
             return []
         try:
-            write_start(self._directory, self._unwritten)
+            write_start(out.place, self._unwritten, out.durable)
         except (OSError, SafetensorError) as error:
-            return [f"{self._directory / RUN_FILE} and the initial adapter cannot be written ({error})"]
+            return [f"{out.place / RUN_FILE} and the initial adapter cannot be written ({error})"]
         self._unwritten = None
         return []
 

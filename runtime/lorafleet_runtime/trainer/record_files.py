@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -26,9 +26,9 @@ from lorafleet_runtime.types import Cursor, PromptGroup, Sample, VersionId
 FORMAT = 1
 RUN_FILE = "run.json"
 INITIAL = "initial"
-PENDING = "pending"
 
 _STEP_FILE = re.compile(r"step_(\d{8,})\.(safetensors|json)")
+_PENDING_FILE = re.compile(r"pending_(\d{8,})\.(safetensors|json)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,23 @@ def read_pair(directory: Path, name: str) -> tuple[dict[str, Any], dict[str, Ten
 
 
 def step_name(step: int) -> str:
-    """Name of a step\'s two files, without suffix."""
+    """Name of a step's two files, without suffix."""
     return f"step_{step:08d}"
 
 
+def pending_name(step: int) -> str:
+    """Name of an unfinished step's two files, without suffix."""
+    return f"pending_{step:08d}"
+
+
+def recorded_steps(directory: Path) -> list[int]:
+    """Steps with a record in `directory`, in order; none where it is missing."""
+    found = [_STEP_FILE.fullmatch(path.name) for path in directory.iterdir()] if directory.is_dir() else []
+    return sorted(int(match[1]) for match in found if match and match[2] == "json")
+
+
 def step_json(figures: StepFigures, groups: Sequence[PromptGroup]) -> dict[str, Any]:
-    """Content of a step\'s JSON file, without the digest."""
+    """Content of a step's JSON file, without the digest."""
     rewards = [s.reward for g in groups for s in g.samples]
     return {
         "format": FORMAT,
@@ -136,7 +147,7 @@ def flatten(
         "old_logprobs": torch.cat([t.to(dtype) for t in old]) if old else torch.empty(0, dtype=dtype),
         "old_offsets": _offsets([len(t) for t in old]),
         "advantage": floats([s.advantage for s in samples]),
-        "reward": floats([s.reward for s in samples]),
+        "reward": torch.tensor([s.reward for s in samples], dtype=torch.float64),
         "truncated": flags([s.truncated for s in samples]),
         "loss_mask": flags([not (mask_truncated and s.truncated) for s in samples]),
     }
@@ -173,49 +184,88 @@ def unflatten(
     return groups, logprobs
 
 
-def write_start(directory: Path, start: Start) -> None:
-    """initial/ first and run.json last: with run.json there, all of it is."""
+def write_start(directory: Path, start: Start, durable: bool = True) -> None:
+    """initial/ first and run.json last: with run.json there, all of it is. Without `durable` nothing is synced."""
+
+    def fill(folder: Path) -> None:
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in start.tensors.items()}
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json.dumps(start.config, indent=2) + "\n")
+
+    _put_start(directory, fill, json.dumps(start.about, indent=2) + "\n", durable)
+
+
+def move_start(source: Path, directory: Path) -> None:
+    """Bring run.json and initial/ to storage, durably."""
+
+    def fill(folder: Path) -> None:
+        for path in (source / INITIAL).iterdir():
+            shutil.copyfile(path, folder / path.name)
+
+    _put_start(directory, fill, (source / RUN_FILE).read_text(), durable=True)
+    (source / RUN_FILE).unlink()
+    shutil.rmtree(source / INITIAL, ignore_errors=True)
+
+
+def _put_start(directory: Path, fill: Callable[[Path], None], about: str, durable: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f".tmp-{INITIAL}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in start.tensors.items()}
-    save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-    (temporary / CONFIG_FILE).write_text(json.dumps(start.config, indent=2) + "\n")
-    for path in temporary.iterdir():
+    fill(temporary)
+    for path in temporary.iterdir() if durable else ():
         _sync(path)
     final = directory / INITIAL
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
-    _put_text(directory / RUN_FILE, json.dumps(start.about, indent=2) + "\n")
-    sync_directory(directory)
+    _put(directory / RUN_FILE, lambda path: path.write_text(about), durable)
+    if durable:
+        sync_directory(directory)
 
 
-def write_pair(directory: Path, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+def write_pair(
+    directory: Path, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], durable: bool = True
+) -> None:
     """NAME.safetensors, then NAME.json with its digest: of a pair that was replaced halfway, the digest differs."""
     directory.mkdir(parents=True, exist_ok=True)
-    path, temporary = directory / f"{name}.safetensors", directory / f".tmp-{name}.safetensors"
+    path = directory / f"{name}.safetensors"
+    _put(path, lambda temporary: save_file(dict(tensors), temporary), durable)
+    text = json.dumps({**about, "sha256": _sha256(path)}, indent=2) + "\n"
+    _put(directory / f"{name}.json", lambda temporary: temporary.write_text(text), durable)
+    if durable:
+        sync_directory(directory)
+
+
+def move_pair(source: Path, directory: Path, name: str) -> None:
+    """Bring a record to storage, durably; one that is no longer in `source` is fine.
+
+    Raises:
+        OSError: storage refuses it; it stays in `source`.
+        ValueError: it is damaged there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
     try:
-        save_file(dict(tensors), temporary)
-        _sync(temporary)
-        digest = _sha256(temporary)
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _put_text(directory / f"{name}.json", json.dumps({**about, "sha256": digest}, indent=2) + "\n")
+        text, arrays = (source / f"{name}.json").read_text(), (source / f"{name}.safetensors").read_bytes()
+    except FileNotFoundError:
+        return
+    if hashlib.sha256(arrays).hexdigest() != json.loads(text).get("sha256"):
+        raise ValueError(f"{name}.safetensors is not the file that {name}.json tells of")
+    _put(directory / f"{name}.safetensors", lambda path: path.write_bytes(arrays), durable=True)
+    _put(directory / f"{name}.json", lambda path: path.write_text(text), durable=True)
     sync_directory(directory)
+    remove_pair(source, name)
 
 
-def _put_text(path: Path, text: str) -> None:
+def _put(path: Path, write: Callable[[Path], object], durable: bool) -> None:
+    """Replace a file whole."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
-        temporary.write_text(text)
-        _sync(temporary)
+        write(temporary)
+        if durable:
+            _sync(temporary)
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
@@ -228,27 +278,31 @@ def remove_pair(directory: Path, name: str) -> None:
 
 
 def trim(directory: Path, step: int, fresh: bool) -> None:
-    """Remove records of steps after `step`, and what interrupted writes left.
-
-    The unfinished step's record stays while a checkpoint may hold its gradient.
-    """
+    """Remove records of steps after `step`, and what interrupted writes left; with `fresh` also unfinished steps."""
     if not directory.is_dir():
         return
     for path in directory.iterdir():
         match = _STEP_FILE.fullmatch(path.name)
-        if match is not None and int(match[1]) > step:
+        if (match is not None and int(match[1]) > step) or (fresh and _PENDING_FILE.fullmatch(path.name)):
             path.unlink()
         elif path.name.startswith(".tmp-"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if fresh or _pending_step(directory) <= step:
-        remove_pair(directory, PENDING)
+    clean_pending(directory)
 
 
-def _pending_step(directory: Path) -> int:
-    try:
-        return int(json.loads((directory / f"{PENDING}.json").read_text())["step"])
-    except (FileNotFoundError, ValueError, KeyError):
-        return 0
+def clean_pending(directory: Path) -> None:
+    """Remove unfinished steps that have their record and whose checkpoint, the step before, is no longer kept.
+
+    Args:
+        directory: of the run's records; the checkpoints are beside it.
+    """
+    for path in directory.glob("pending_*.json"):
+        match = _PENDING_FILE.fullmatch(path.name)
+        if match is None:
+            continue
+        step = int(match[1])
+        if (directory / f"{step_name(step)}.json").exists() and not (directory.parent / f"step_{step - 1}").exists():
+            remove_pair(directory, pending_name(step))
 
 
 def _sha256(path: Path) -> str:

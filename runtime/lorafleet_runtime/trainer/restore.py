@@ -54,7 +54,7 @@ def newest_state(
     """
     state, damaged = snapshot, list[tuple[Path, str]]()
     for path in [] if newest is None else _candidates(newest):
-        if snapshot is not None and snapshot.step > step_of(path):
+        if snapshot is not None and snapshot.step > step_of(path) and not _is_older(snapshot, path):
             break
         try:
             state = read_checkpoint(path, identity)
@@ -65,6 +65,19 @@ def newest_state(
         text = "; ".join(message for _, message in damaged)
         raise RunError(reasons.STORAGE_ERROR, f"{text}. Restore one, or remove the run's directory to start afresh")
     return state, tuple(f"{message}; set aside as {_set_aside(path).name}" for path, message in damaged)
+
+
+def _is_older(snapshot: TrainState, path: Path) -> bool:
+    """Whether the checkpoint is of a later registration, one that had gone on without this node's snapshot."""
+    try:
+        made_by = json.loads((path / STATE_FILE).read_text())["incarnation"]
+        return _order(snapshot.incarnation) < _order(made_by)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # nothing to be read there is no reason to go back
+
+
+def _order(incarnation: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in incarnation.split(".")) if incarnation else ()
 
 
 def _candidates(newest: Path) -> list[Path]:
@@ -105,7 +118,15 @@ def read_checkpoint(path: Path, identity: Identity) -> TrainState:
             tensors["master"], tensors["exp_avg"], tensors["exp_avg_sq"], _partial(stored, tensors),
             stored.get("score"),
         )  # fmt: skip
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         raise Damaged(reasons.STORAGE_ERROR, f"checkpoint {path} is damaged ({error})") from error
     except OSError as error:  # it may be whole: going on from an older one would lose steps for a passing fault
         text = f"checkpoint {path} cannot be read ({error}); fix the storage, or move it away to go on without it"

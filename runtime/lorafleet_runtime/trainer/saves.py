@@ -4,18 +4,21 @@ Called by actor.py on rank 0: `add` in the lane of all calls, `result` in the la
 """
 
 import itertools
+import logging
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from lorafleet_runtime.types import Artifact
 
+log = logging.getLogger(__name__)
+
 
 class Saves:
     """Checkpoints on their way to the storage.
 
     One thread: files of several runs at once would share one disk, and a run's saves stay in order. How many may wait
-    here is bounded by who asks for them (`TrainerHandle.saving`): a wait here would hold up every slot.
+    here is bounded by who asks for them (`TrainerHandle.permit`): a wait here would hold up every slot.
     """
 
     def __init__(self) -> None:
@@ -30,6 +33,10 @@ class Saves:
         self._pending[ticket] = self._writer.submit(write)
         return ticket
 
+    def defer(self, job: Callable[[], None]) -> None:
+        """Queue what nobody waits for, in order with the checkpoints."""
+        self._writer.submit(_logged, job)
+
     def result(self, ticket: str) -> Artifact | None:
         """Wait for a write, and forget it. None for a ticket of another process: what it captured is lost.
 
@@ -38,3 +45,10 @@ class Saves:
         """
         pending = self._pending.pop(ticket, None)
         return None if pending is None else pending.result()
+
+
+def _logged(job: Callable[[], None]) -> None:
+    try:
+        job()
+    except Exception:  # nobody asks for its outcome: without this line nobody would know
+        log.exception("a job beside the checkpoints failed")

@@ -87,9 +87,9 @@ class Shares:
         return total
 
     def norm(self, own: Tensor) -> float:
-        """L2 norm of the whole vector that every rank has its own part of; the same number on each."""
+        """L2 norm of the whole vector that every rank has its own part of, in float64; the same number on each."""
         if self._ranks.world == 1:
-            return float(torch.linalg.vector_norm(own))
+            return float(torch.linalg.vector_norm(own, dtype=torch.float64))
         split = self._pick_own(own, shared=False).double().square().sum()
         shared = self._pick_own(own, shared=True).double().square().sum()
         mine = float(split) + (float(shared) if self._ranks.tp_rank == 0 else 0.0)
@@ -97,12 +97,26 @@ class Shares:
 
     def whole(self, own: Tensor) -> Tensor:
         """[elements] of this tensor-parallel rank, from every data-parallel rank's own part."""
-        if self._ranks.dp == 1:
-            return own
-        padded = own.new_zeros(max(self._sizes))
-        padded[: self.own_size] = own
-        flat = own.new_empty(self._layout[-1].end)
-        for spans, part in zip(self._spans, self._ranks.collect_over_dp(padded), strict=True):
+        return own if self._ranks.dp == 1 else self._assembled(list(self._ranks.collect_over_dp(self._own_padded(own))))
+
+    def complete(self, own: Tensor) -> Tensor | None:
+        """The whole adapter's vector from every rank's own part, in the canonical layout, on rank 0; None on others.
+
+        It takes one vector at a time to rank 0 alone, so no other rank ever holds more than its share.
+
+        Args:
+            own: [own elements]; may be part of the result.
+        """
+        parts = self._ranks.collect_on_first_dp(self._own_padded(own))
+        return None if parts is None else self.canonical(own if self._ranks.dp == 1 else self._assembled(parts))
+
+    def _own_padded(self, own: Tensor) -> Tensor:
+        """All ranks' parts have one length: gloo refuses uneven ones."""
+        return torch.nn.functional.pad(own, (0, max(self._sizes) - self.own_size)) if self._ranks.dp > 1 else own
+
+    def _assembled(self, parts: Sequence[Tensor]) -> Tensor:
+        flat = parts[0].new_empty(self._layout[-1].end)
+        for spans, part in zip(self._spans, parts, strict=True):
             first = 0
             for span in spans:
                 size = span.end - span.start

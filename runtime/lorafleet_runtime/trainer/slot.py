@@ -40,6 +40,8 @@ class Slot:
     samples: int = 0
     recorder: StepRecorder | None = None
     """Of a run with recordSteps."""
+    broken: str = ""
+    """Why nothing of this slot may be kept any more; empty while all is well."""
 
     def discard(self) -> None:
         """Forget what was accumulated since the last step."""
@@ -55,10 +57,12 @@ class Slot:
         mine = adapter.shares.addends(adapter.grad)
         if mine is None:
             return None
-        sums = mine[None] if ranks.dp == 1 else ranks.collect_over_dp(mine.flatten()).view(ranks.dp, *mine.shape)
-        if not ranks.is_first:
+        sums = ranks.collect_on_first_dp(mine)
+        if sums is None:
             return None
-        return Partial(host(sums), self.denominator, self.groups, self.reward_sum, self.samples)
+        return Partial(
+            torch.stack([host(s) for s in sums]), self.denominator, self.groups, self.reward_sum, self.samples
+        )
 
     def state(self, cursor: Cursor, copy: bool = False) -> TrainState | None:
         """Everything that the run needs to go on from its last step, on rank 0; None on the others. A collective.
@@ -67,11 +71,14 @@ class Slot:
             cursor: the prompt groups consumed up to that step.
             copy: the tensors must outlive the slot's next step.
         """
-        shares = self.adapter.shares
-        whole = [shares.canonical(shares.whole(own)) for own in (self.adapter.master, *self.optimizer.moments)]
+        whole: list[Tensor] = []
+        for own in (self.adapter.master, *self.optimizer.moments):
+            full = self.adapter.shares.complete(own)
+            if full is not None:
+                whole.append(host(full) if copy else full.detach().cpu())
         if not self.adapter.ranks.is_first:
             return None
-        master, exp_avg, exp_avg_sq = (host(t) if copy else t.detach().cpu() for t in whole if t is not None)
+        master, exp_avg, exp_avg_sq = whole
         return TrainState(
             self.optimizer.step_count, self.optimizer.target_step, cursor, self.incarnation, self.adapter.rslora,
             master, exp_avg, exp_avg_sq,

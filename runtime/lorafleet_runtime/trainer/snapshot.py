@@ -50,6 +50,11 @@ class Snapshots:
         if owner != os.getuid():  # a stranger's file would become a run's weights
             raise ConfigError(f"TMPDIR: {folder} belongs to user {owner}; name a folder of your own")
 
+    @property
+    def records(self) -> Path | None:
+        """Folder where records wait for storage, of this boot: nothing in it is synced either."""
+        return None if self._folder is None else self._folder / f"records-{_boot_id()}"
+
     def write(self, identity: Identity, state: TrainState) -> None:
         """Replace the run's snapshot. A failure costs the snapshot, never the step."""
         if self._folder is None:
@@ -98,9 +103,13 @@ class Snapshots:
             return None
 
     def remove(self, uid: str) -> None:
-        """Forget the run; one without a snapshot is fine."""
-        if self._folder is not None:
+        """Forget the run; one without a snapshot is fine. What cannot be removed is left for `retain`."""
+        if self._folder is None:
+            return
+        try:
             self._path(uid).unlink(missing_ok=True)
+        except OSError as error:
+            log.error("run %s: its snapshot cannot be removed (%s); it goes at the next start", uid, error)
 
     def retain(self, uids: Collection[str]) -> None:
         """Remove the snapshots of every other run, and what interrupted writes left."""

@@ -1,13 +1,11 @@
 """Tiny models, written once per session."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from support.tiny_model import make_tiny_model
-from support.trainer_group import local_ray
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -33,10 +31,3 @@ def tiny(request: pytest.FixtureRequest) -> Path:
     """Each architecture in turn."""
     path: Path = request.getfixturevalue(request.param)
     return path
-
-
-@pytest.fixture(scope="session")
-def ray_here() -> Iterator[None]:
-    """One Ray for all trainers of several ranks."""
-    with local_ray():
-        yield

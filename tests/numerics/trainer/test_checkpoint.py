@@ -14,7 +14,7 @@ from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.storage import checkpoints, latest_checkpoint
 from lorafleet_runtime.trainer.checkpoint import prune
 from lorafleet_runtime.trainer.rank import TrainerRank
-from lorafleet_runtime.types import Cursor
+from lorafleet_runtime.types import Cursor, Retention
 from support.trainer import load, make_groups, make_rank, make_request, train_step
 
 SPEC: dict[str, Any] = {"optimizer": {"lr": 1e-2, "schedule": "cosine", "warmupSteps": 2}}
@@ -187,6 +187,18 @@ def test_the_best_checkpoint_stays_when_the_run_asks_for_it(qwen3: Path, tmp_pat
         train_step(rank, "a", make_groups("a"))
         rank.checkpoint("a", "runs/a", Cursor(), False, score)
     assert sorted(p.name for p in (tmp_path / "runs/a").iterdir()) == ["step_2", "step_4"]
+
+
+def test_which_checkpoints_stay_is_said_with_each_capture(qwen3: Path, tmp_path: Path) -> None:
+    """The run's spec may have been edited since it was loaded."""
+    rank = make_rank(qwen3, tmp_path)
+    load(rank, "a", checkpoint={"keep": 1})
+    for _ in range(3):
+        train_step(rank, "a", make_groups("a"))
+        save = rank.capture("a", "runs/a", Cursor(), False, Retention(2))
+        assert save is not None
+        save.write()
+    assert sorted(p.name for p in (tmp_path / "runs/a").iterdir()) == ["step_2", "step_3"]
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(qwen3: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A trainer of several ranks computes what one rank computes, and alone-or-together holds in every layout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,48 @@ def test_every_step_is_that_of_one_rank(layout: Layout, one: OneRank) -> None:
             assert (ours_step.step, ours_step.lr) == (one_step.step, one_step.lr)
             assert ours_step.grad_norm == pytest.approx(one_step.grad_norm, rel=1e-5)
             assert_near(layout.state(uid), stored(one.save(uid, next_folder(layout.storage), False)))
+
+
+COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "gather", "all_gather_object")
+
+
+def communicated(layout: Layout, seed: int) -> list[list[tuple[str, int]]]:
+    """Each rank's collectives, as (name, elements), in one batch and step of run a."""
+
+    def count(rank: TrainerRank) -> None:
+        record: list[tuple[str, int]] = []
+
+        def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                record.append((name, sum(x.numel() for x in arguments if isinstance(x, Tensor))))
+                return original(*arguments, **options)
+
+            return call
+
+        originals = {name: getattr(torch.distributed, name) for name in COLLECTIVES}
+        for name, original in originals.items():
+            setattr(torch.distributed, name, counted(name, original))
+        rank.__dict__["counted"] = record, originals
+
+    def read(rank: TrainerRank) -> list[tuple[str, int]]:
+        record, originals = rank.__dict__.pop("counted")
+        for name, original in originals.items():
+            setattr(torch.distributed, name, original)
+        return list(record)
+
+    layout.group.each(count)
+    layout.accumulate(groups_of("a", 2, seed))
+    layout.step("a", Cursor())
+    return layout.group.each(read)
+
+
+def test_idle_slots_add_no_communication(layout: Layout) -> None:
+    layout.load(make_request("a", 0, **SPECS["a"]))
+    alone = communicated(layout, 1)
+    for slot in range(1, SLOTS):
+        layout.load(make_request(f"idle{slot}", slot, rank=8))
+    assert communicated(layout, 1) == alone
+    assert all(alone)
 
 
 def test_replicated_gradients_are_bit_equal(layout: Layout) -> None:

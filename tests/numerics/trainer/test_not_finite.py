@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterpool import ALL_LINEAR
+from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor, PromptGroup, RunFault, StepResult
 from support.trainer import MICRO_VOCAB, load, make_groups, make_micro_model, make_rank, named
@@ -199,3 +201,20 @@ def test_a_slot_is_clean_after_a_run_that_was_not_finite(rank: TrainerRank) -> N
         assert used[0] == fresh[0] and [s.step for s in used[0]] == [1, 2, 3]
         assert [s.lr for s in used[0]] == pytest.approx([0.02 / 3, 0.04 / 3, 0.02])
         assert all(torch.equal(x, y) for x, y in zip(used[1], fresh[1], strict=True))
+
+
+def test_a_run_that_broke_in_its_step_cannot_replace_its_good_checkpoint(rank: TrainerRank, tmp_path: Path) -> None:
+    for uid in rank.slots().values():
+        rank.drop(uid)
+    load(rank, "a", checkpoint={"keep": 1})
+    folder = Path(rank._storage) / "broken"
+    assert not rank.accumulate(groups_of("a")).faults
+    assert isinstance(rank.step("a", Cursor()), StepResult)
+    rank.checkpoint("a", str(folder), Cursor())
+    rank._slot("a").optimizer.moments[0][0] = math.inf
+    assert not rank.accumulate(groups_of("a", 1)).faults
+    assert isinstance(rank.step("a", Cursor()), RunFault)
+    for keep in (lambda: rank.checkpoint("a", str(folder), Cursor()), lambda: rank.export("a")):
+        with pytest.raises(RunError, match="not finite"):
+            keep()
+    assert [path.name for path in folder.iterdir()] == ["step_1"]

@@ -1,11 +1,14 @@
 """From kubectl's options and environment to a cluster, and what of the user's key stays: nothing."""
 
+import contextlib
+import functools
 import os
 import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -90,9 +93,11 @@ def test_a_signal_leaves_no_key_in_the_temporary_folder(
     scratch.mkdir()
     command = [str(Path(sys.executable).parent / "lorafleet"), "watch", "--kubeconfig", str(world.kubeconfig)]
     environment = os.environ | {"TMPDIR": str(scratch)}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    started: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Whoever runs the tests in the background may have SIGINT ignored, which a child would inherit.
+    heeding = functools.partial(signal.signal, signum, signal.SIG_DFL)
+    with subprocess.Popen(command, preexec_fn=heeding, **started) as process, contextlib.ExitStack() as end:
+        end.callback(process.kill)
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("json  Training")
         (folder,) = scratch.iterdir()

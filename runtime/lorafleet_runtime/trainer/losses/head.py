@@ -1,6 +1,6 @@
 """The vocabulary projection with the loss: log-probabilities and the gradient of the hidden states, chunk by chunk.
 
-Called by rank.py once per pass. The gradient is made in the forward pass, so logits exist for one chunk of rows only
+Called by passes.py once per pass. The gradient is made in the forward pass, so logits exist for one chunk of rows only
 and never for the whole batch. Rows and tokens of different runs stay independent: a NaN in one reaches no other.
 """
 

@@ -127,3 +127,15 @@ def test_the_cursor_hands_out_every_index_once_and_resumes_with_the_unused(opera
     again = [resumed.take() for _ in range(len(used) + 5)]
     assert not used & set(again)
     assert sorted(used | set(again))[: len(used) + 5] == list(range(len(used) + 5))
+
+
+def test_a_released_index_is_not_consumed_and_not_handed_out() -> None:
+    tracker = CursorTracker(Cursor(2))
+    assert [tracker.take() for _ in range(5)] == [2, 3, 4, 5, 6]
+    for index in (2, 3, 4, 6):
+        tracker.consume(index)
+    tracker.release([3, 6])
+    assert tracker.cursor == Cursor(3, (4,))
+    assert tracker.take() == 7
+    tracker.consume(3)
+    assert tracker.cursor == Cursor(5)

@@ -9,9 +9,9 @@ import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.loop import lifecycle
-from lorafleet_runtime.loop.lifecycle import drain
-from lorafleet_runtime.types import Artifact, BatchResult, Cursor, PromptGroup, Sample
+from lorafleet_runtime.loop import saving
+from lorafleet_runtime.loop.saving import checkpoint, drain
+from lorafleet_runtime.types import Artifact, BatchResult, Cursor, DroppedGroup, PromptGroup, Sample, VersionId
 from support.fake_actors import FakeTrainer
 from support.fleets import World, build_world, ended, running
 from support.runs import put
@@ -33,6 +33,8 @@ class Sampler:
             while index >= self.limit:
                 await self._raised.wait()
             group = await run_group(uid, index, version, engine)
+            if isinstance(group, DroppedGroup):
+                return group
             assert isinstance(group, PromptGroup)
             samples = tuple(Sample(s.token_ids, s.sampler_logprobs, float(index), 0.5, False) for s in group.samples)
             return PromptGroup(uid, group.version, index, group.prompt_ids, samples)
@@ -198,13 +200,13 @@ async def test_a_stop_keeps_the_groups_for_the_next_runtime(world: World, tmp_pa
     assert sampled(world) + sampled(after) == list(range(12))
 
 
-async def test_a_trainer_that_dies_after_the_stop_has_saved_trains_on_no_group_twice(world: World) -> None:
+async def test_a_trainer_that_dies_after_an_unfinished_batch_was_saved_trains_on_no_group_twice(world: World) -> None:
     async with running(world):
         sampler = Sampler(world, limit=6)
         sampler.install()
         put(world.registry, "a", **SPEC)
         await at(world, step=1, groups=2)
-        await drain(world.fleet)
+        await checkpoint(world.fleet, world.registry.runs["a"], partial=True)
         world.trainers[-1].dead = True
         await asyncio.gather(world.fleet.trainer.call("slots"), return_exceptions=True)
         sampler.allow(12)
@@ -236,7 +238,7 @@ async def test_a_save_whose_answer_was_lost_with_the_trainer_is_made_again(world
 
 
 async def test_groups_that_could_not_be_saved_are_sampled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "_SAVE_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(saving, "_RETRY_SECONDS", 0.02)
     async with running(world):
         sampler = Sampler(world, limit=6)
         sampler.install()
@@ -323,3 +325,59 @@ async def test_a_batch_that_is_normalised_as_a_whole_is_sampled_again_as_a_whole
         sampler.allow(12)
         await world.until(lambda: world.registry.runs["a"].state == "COMPLETED")
     assert world.steps("a") == STEPS
+
+
+@pytest.mark.parametrize("dropped", [(), (5,)])
+async def test_a_group_that_waits_to_be_trained_again_is_in_no_saved_cursor(
+    tmp_path: Path, dropped: tuple[int, ...]
+) -> None:
+    """Two groups are accumulated, the trainer dies, and the run is suspended when one of them is trained again."""
+    world = build_world(tmp_path, rollout={"globalBatchSize": 2})  # one group at a time
+    world.registry.sync([])
+    first, second = [index for index in (4, 5, 6) if index not in dropped][:2]
+    async with running(world):
+        sampler = Sampler(world, limit=second + 1)
+        sampler.install()
+        world.worker.on_group = lambda uid, index: (
+            DroppedGroup(uid, VersionId(uid, "1.1", 1), index, "filtered") if index in dropped else None
+        )
+        put(world.registry, "a", **SPEC)
+        await at(world, step=1, groups=2)
+        gates: list[Gate] = []
+        world.configure_trainer = lambda trainer: gates.append(Gate(trainer, call=1))
+        world.trainers[-1].dead = True
+        await asyncio.gather(world.fleet.trainer.call("slots"), return_exceptions=True)
+        await world.until(lambda: bool(gates) and gates[0].reached.is_set())
+        suspend(world)
+        await world.until(lambda: world.fleet.states["a"].saving.locked())
+        gates[0].open.set()
+        await world.until(lambda: world.registry.runs["a"].state == "SUSPENDED")
+        assert (world.disk["a"].cursor, [g.index for g in world.disk["a"].partial]) == (Cursor(second), [first])
+        resume(world)
+        sampler.allow(20)
+        await world.until(lambda: world.registry.runs["a"].state == "COMPLETED")
+    used = [index for index in range(12 + len(dropped)) if index not in dropped]
+    assert world.steps("a") == {1 + n: tuple(used[4 * n : 4 * n + 4]) for n in range(3)}
+
+
+@pytest.mark.parametrize("end", ["cancelled", "deleted"])
+async def test_a_batch_with_restored_groups_that_fills_while_its_run_ends_is_stepped(world: World, end: str) -> None:
+    """Saved whole it would be loaded by a run that waits for no group any more, and never step."""
+    async with running(world):
+        sampler = await suspended_with_two_groups(world)
+        world.worker.gate = asyncio.Event()  # so that both go in one batch
+        resume(world)
+        sampler.allow(8)
+        await world.until(lambda: world.registry.runs["a"].state == "ACTIVE")
+        await world.until(lambda: world.fleet.states["a"].in_flight == 2)
+        gate = Gate(world.trainer, call=1)
+        world.worker.gate.set()
+        await gate.reached.wait()
+        if end == "deleted":
+            world.registry.delete("a")
+        else:
+            put(world.registry, "a", generation=4, **SPEC, cancel=True)
+        await world.until(lambda: world.fleet.states["a"].saving.locked())
+        gate.open.set()
+        await world.until(lambda: "a" not in world.registry.runs or ended(world, "a"))
+    assert (world.disk["a"].step, world.disk["a"].cursor, world.disk["a"].partial) == (2, Cursor(8), ())

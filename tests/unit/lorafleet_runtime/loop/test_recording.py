@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lorafleet_runtime.loop.journal import Journal, read_log
-from lorafleet_runtime.types import RunFault, StepResult
+from lorafleet_runtime.types import Loaded, LoadRequest, RunFault, StepResult
 from support.fake_actors import FakeTrainer
 from support.fleets import World, build_world, running
 from support.runs import put
@@ -25,6 +25,26 @@ def world(tmp_path: Path) -> Iterator[World]:
     handler.remove()
 
 
+async def test_a_run_that_records_says_so_to_the_trainer(world: World) -> None:
+    asked: dict[str, Any] = {}
+
+    def watch(trainer: FakeTrainer) -> None:
+        load = trainer.load
+
+        def seen(request: LoadRequest) -> Loaded:
+            asked[request.uid] = request.spec.get("recordSteps")
+            return load(request)
+
+        trainer.load = seen  # type: ignore[method-assign]
+
+    world.configure_trainer = watch
+    async with running(world):
+        put(world.registry, "a", numStep=1000, recordSteps=True)
+        put(world.registry, "b", numStep=1000)
+        await world.until(lambda: asked.keys() == {"a", "b"})
+    assert asked["a"] is True and not asked["b"]
+
+
 async def test_step_without_a_record_counts_and_is_told(world: World, tmp_path: Path) -> None:
     def refuse(trainer: FakeTrainer) -> None:
         step = trainer.step
@@ -33,7 +53,7 @@ async def test_step_without_a_record_counts_and_is_told(world: World, tmp_path: 
             result = step(*arguments)
             return result if isinstance(result, RunFault) else replace(result, unrecorded="recordSteps: disk full")
 
-        trainer.step = unrecorded  # type: ignore[method-assign]
+        trainer.step = unrecorded  # type: ignore[method-assign, assignment]
 
     world.configure_trainer = refuse
     async with running(world):

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import math
 
 import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.loop import lifecycle
-from lorafleet_runtime.loop.lifecycle import drain
+from lorafleet_runtime.loop import loading, saving
+from lorafleet_runtime.loop.saving import drain
 from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, RunFault
 from support.fake_actors import FakeTrainer, Kept
 from support.fleets import World, ended, running
@@ -18,7 +19,7 @@ from support.runs import put
 @pytest.fixture
 def quick_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that failed is tried again at once."""
-    monkeypatch.setattr(lifecycle, "_SAVE_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(saving, "_RETRY_SECONDS", 0.02)
 
 
 async def test_a_suspension_is_saved_although_the_trainer_died_before(world: World) -> None:
@@ -168,12 +169,12 @@ async def test_a_run_that_fails_while_its_save_is_on_the_way_leaves_a_whole_one(
     async with running(world):
         put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 2})
         await world.until(lambda: world.fleet.states.get("a") is not None and world.fleet.states["a"].saving.locked())
-        saving = world.fleet.states["a"].saving
+        lock = world.fleet.states["a"].saving
         world.registry.fail(RunFault("a", reasons.REWARD_ERROR, "it raised"))
         await world.until(lambda: ended(world, "a"))
         assert world.trainer.loaded == {}
         ready.set()
-        async with saving:
+        async with lock:
             pass
     assert world.disk["a"] == Kept(2, Cursor(4), "1.1", (), 0.5)
     assert world.registry.runs["a"].artifact is None  # of a run that ended nothing is told any more
@@ -231,3 +232,95 @@ def _found(trainer: FakeTrainer, request: LoadRequest, text: str) -> Loaded:
     trainer.loaded[request.uid], trainer.accumulated[request.uid] = [request.slot, 4], []
     trainer.incarnations[request.uid] = "0.1"
     return Loaded(request.uid, 4, Cursor(8), "0.1", passed_over=(text,))
+
+
+async def test_a_checkpoint_that_is_not_there_any_more_is_written_again(world: World) -> None:
+    """It was damaged and set aside, and the run goes on from its snapshot of the same step."""
+
+    def stop_after_two(uid: str, index: int) -> None:
+        if index == 1:
+            world.worker.gate = asyncio.Event()
+
+    async with running(world):
+        world.worker.on_group = stop_after_two
+        put(world.registry, "a", numStep=1000, rolloutBatchSize=1, checkpoint={"intervalSteps": 2})
+        run = world.registry.runs["a"]
+        await world.until(lambda: run.artifact is not None)
+        del world.disk["a"]
+        world.trainers[0].dead = True
+        await asyncio.gather(world.fleet.trainer.call("slots"), return_exceptions=True)
+        await world.until(lambda: run.loaded and run.state == "ACTIVE")
+        assert (run.step, run.artifact) == (2, None)
+        put(world.registry, "a", generation=2, numStep=1000, rolloutBatchSize=1, suspend=True)
+        await world.until(lambda: run.state == "SUSPENDED")
+    assert world.disk["a"].step == 2
+    assert run.artifact is not None
+
+
+async def test_which_checkpoints_stay_follows_an_edit_of_a_live_run(world: World) -> None:
+    async with running(world):
+        put(world.registry, "a", numStep=1000, checkpoint={"intervalSteps": 2, "keep": 3})
+        await world.until(lambda: len(world.trainer.captures) == 1)
+        edited = {"intervalSteps": 2, "keep": 7, "keepBest": True}
+        put(world.registry, "a", generation=2, numStep=1000, checkpoint=edited)
+        count = len(world.trainer.captures)
+        await world.until(lambda: len(world.trainer.captures) > count + 1)
+        found = [(kept.keep, kept.keep_best) for kept in world.trainer.retentions]
+        world.registry.delete("a")
+    assert (found[0], found[-1]) == ((3, False), (7, True))
+
+
+def refusing_loads(world: World, times: float) -> None:
+    """The storage cannot be read this often."""
+    left = times
+
+    def configure(trainer: FakeTrainer) -> None:
+        load = trainer.load
+
+        def refusing(request: LoadRequest) -> Loaded:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise RunError(reasons.STORAGE_ERROR, "checkpoint step_2 cannot be read (EIO)")
+            return load(request)
+
+        trainer.load = refusing  # type: ignore[method-assign]
+
+    world.configure_trainer = configure
+
+
+async def test_a_checkpoint_that_cannot_be_read_for_a_while_costs_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_RETRY_SECONDS", 0.1)
+    refusing_loads(world, times=2)
+    async with running(world):
+        put(world.registry, "a")
+        await world.until(lambda: "cannot be read (EIO); it is tried again" in world.registry.runs["a"].message)
+        await world.until(lambda: ended(world, "a"))
+    assert world.registry.runs["a"].state == "COMPLETED"
+
+
+async def test_a_checkpoint_that_stays_unreadable_fails_the_run_after_a_time_that_is_named(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_RETRY_SECONDS", 0.1)
+    refusing_loads(world, times=math.inf)
+    async with running(world):
+        put(world.registry, "a", saveTimeoutSeconds=1)
+        await world.until(lambda: ended(world, "a"))
+    run = world.registry.runs["a"]
+    assert (run.state, run.reason) == ("FAILED", reasons.STORAGE_ERROR)
+    assert "cannot be read (EIO) (tried again for saveTimeoutSeconds 1)" in run.message
+
+
+async def test_a_run_that_waits_for_unreadable_storage_can_be_deleted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_RETRY_SECONDS", 0.1)
+    refusing_loads(world, times=math.inf)
+    async with running(world):
+        put(world.registry, "a")
+        await world.until(lambda: "it is tried again" in world.registry.runs["a"].message)
+        world.registry.delete("a")
+        await world.until(lambda: "a" not in world.registry.runs)

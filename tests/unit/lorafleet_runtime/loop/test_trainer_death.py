@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from lorafleet_api.v1alpha1 import reasons
-from lorafleet_runtime.errors import Retryable
+from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, Manifest, PromptGroup, StepResult, VersionId
 from support.fake_actors import FakeEngine, FakeTrainer, Kept
 from support.fleets import World, ended, running
@@ -186,6 +186,45 @@ async def test_a_trainer_that_raises_in_a_batch_is_replaced(world: World) -> Non
         put(world.registry, "a")
         await world.until(lambda: ended(world, "a"))
     assert [trainer.dead for trainer in world.trainers] == [True, False]
+    assert world.registry.runs["a"].state == "COMPLETED"
+
+
+async def test_a_step_that_is_refused_fails_its_run_and_no_trainer(world: World) -> None:
+    def refusing(trainer: FakeTrainer) -> None:
+        step = trainer.step
+
+        def refused(uid: str, cursor: Cursor, incarnation: str) -> StepResult:
+            if uid == "bad":
+                raise RunError(reasons.NON_FINITE, "a weight is not finite; lower optimizer.lr")
+            return step(uid, cursor, incarnation)
+
+        trainer.step = refused  # type: ignore[method-assign]
+
+    world.configure_trainer = refusing
+    async with running(world):
+        put(world.registry, "bad", numStep=3)
+        put(world.registry, "good", numStep=3)
+        await world.until(lambda: ended(world, "bad") and ended(world, "good"))
+    assert (world.registry.runs["bad"].state, world.registry.runs["bad"].reason) == ("FAILED", reasons.NON_FINITE)
+    assert world.registry.runs["good"].state == "COMPLETED"
+    assert len(world.trainers) == 1
+
+
+async def test_a_trainer_that_cannot_be_ended_is_replaced_all_the_same(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(actor: object) -> None:
+        raise RuntimeError("Ray is restarting")
+
+    def die_once(groups: list[PromptGroup]) -> None:
+        if len(world.trainers) == 1:
+            world.trainers[-1].dead = True
+
+    world.configure_trainer = lambda t: setattr(t, "on_accumulate", die_once)
+    async with running(world):
+        monkeypatch.setattr(world.fleet.trainer, "_kill", unreachable)
+        put(world.registry, "a", numStep=2)
+        await world.until(lambda: ended(world, "a"))
     assert world.registry.runs["a"].state == "COMPLETED"
 
 

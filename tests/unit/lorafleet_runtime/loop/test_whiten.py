@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from lorafleet_runtime.loop.buffers import CursorTracker
+from lorafleet_runtime.loop.fleet import RunState
+from lorafleet_runtime.loop.training import take_batch, wait_for_batch
 from lorafleet_runtime.loop.whiten import whitening
-from lorafleet_runtime.types import PromptGroup, Sample, VersionId
+from lorafleet_runtime.types import Cursor, Loaded, PromptGroup, Sample, VersionId
 from support.fleets import World, build_world, ended, running
-from support.runs import put
+from support.runs import DATASET, put
 
 RUN: dict[str, Any] = {"algorithm": {"advantage": "reinforce"}, "rolloutBatchSize": 3, "numStep": 1}
 
@@ -173,3 +176,24 @@ async def test_a_run_that_waits_for_its_batch_holds_nobody_up(world: World) -> N
         last.set()
         await world.until(lambda: ended(world, "a"))
     assert world.registry.runs["a"].step == 1
+
+
+async def test_a_suspect_whose_whole_batch_is_stale_keeps_nobody_from_training(world: World) -> None:
+    registry, fleet = world.registry, world.fleet
+    registry.observe_trainer({})
+    for uid, spec in {"a": RUN, "b": {"rolloutBatchSize": 3}}.items():
+        put(registry, uid, **spec)
+        registry.checked(uid, DATASET)
+        registry.assign()
+        registry.loaded(Loaded(uid, 0, Cursor()), now=1.0)
+        registry.published(uid, 1, now=2.0)
+        run = registry.runs[uid]
+        fleet.states[uid] = RunState(run.incarnation, CursorTracker(Cursor()), Cursor())
+    fleet.suspects.add("a")
+    for index in range(3):
+        fleet.buffers.add(scored("a", index, (1, 0), n=0, incarnation=registry.runs["a"].incarnation))
+        fleet.buffers.add(scored("b", index, (1, 0), incarnation=registry.runs["b"].incarnation))
+    async with asyncio.timeout(5):
+        await wait_for_batch(fleet)
+    assert [group.uid for group in take_batch(fleet)] == ["b", "b", "b"]
+    assert fleet.buffers.count("a") == 0

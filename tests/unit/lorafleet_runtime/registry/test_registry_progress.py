@@ -91,6 +91,21 @@ def test_a_run_that_goes_back_begins_its_score_anew_and_forgets_a_checkpoint_tha
     assert run.message == "training in slot 0; step_2 is damaged"
 
 
+@pytest.mark.parametrize(("durable", "believed"), [(None, False), (1, False), (2, True), (4, True)])
+def test_a_checkpoint_is_believed_in_only_as_far_as_the_storage_has_it(
+    registry: Registry, durable: int | None, believed: bool
+) -> None:
+    activate(registry, "a")
+    run = registry.runs["a"]
+    run.target_step = 100
+    for _ in range(2):
+        one_step(registry, "a", 1.0)
+    registry.checkpointed("a", Artifact("/step_2", 2, ""))
+    registry.trainer_lost()
+    registry.loaded(Loaded("a", 2, Cursor(4), run.incarnation, durable_step=durable), now=1.0)
+    assert bool(run.artifact) == believed
+
+
 def test_a_derived_target_stands_before_the_first_load_and_never_moves(registry: Registry) -> None:
     """It is the horizon of the schedule: the trainer is told it with the first load."""
     put(registry, "a", numStep=None, numEpoch=3)

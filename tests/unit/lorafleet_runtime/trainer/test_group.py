@@ -10,7 +10,7 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import ConfigError, Retryable, RunError
 from lorafleet_runtime.loop.trainer import TrainerHandle, TrainerLost
 from lorafleet_runtime.trainer import group as groups
-from lorafleet_runtime.trainer.group import RanksDisagree, Seat, TrainerGroup
+from lorafleet_runtime.trainer.group import RanksDisagree, Seat, TrainerGroup, agree
 from lorafleet_runtime.types import Artifact
 from support.fake_actors import Handle
 
@@ -27,6 +27,10 @@ class FakeRank:
         self.work: Callable[[], Any] = lambda: self.number
         self.save: Callable[[], Any] = lambda: ARTIFACT
         self.calls: list[str] = []
+        self.asked = asyncio.Event()
+        """A step was asked for."""
+        self.saving = asyncio.Event()
+        """A checkpoint was asked for."""
         self.seat: Seat | None = None
 
     def node(self) -> str:
@@ -41,10 +45,15 @@ class FakeRank:
 
     def step(self, *args: object) -> Any:
         self.calls.append(f"step {args}")
+        self.asked.set()
         return self.work()
+
+    def capture(self, uid: str) -> str:
+        return f"ticket of {uid}"
 
     def saved(self, ticket: str) -> Any:
         self.calls.append("saved")
+        self.saving.set()
         return self.save()
 
     def export(self, uid: str) -> Any:
@@ -58,7 +67,8 @@ class Ranks:
     def __init__(self, size: int = 2) -> None:
         self.handles = [Handle(FakeRank(number)) for number in range(size)]
         self.group = TrainerGroup(self.handles, share=lambda argument: argument)
-        self.lost = 0
+        self.lost: list[frozenset[str]] = []
+        """Runs that were saving at each death."""
         self.spawned: list[TrainerGroup] = []
         self.killed: list[TrainerGroup] = []
         self.handle = TrainerHandle(self._spawn, self._on_lost, lambda slots: None, self._kill)
@@ -67,8 +77,8 @@ class Ranks:
         fake: FakeRank = self.handles[rank].target
         return fake
 
-    def _on_lost(self) -> None:
-        self.lost += 1
+    def _on_lost(self, saving: frozenset[str]) -> None:
+        self.lost.append(saving)
 
     def _spawn(self) -> TrainerGroup:
         if self.spawned:
@@ -140,16 +150,17 @@ async def test_a_dead_rank_ends_the_wait_for_the_others(ranks: Ranks) -> None:
 
 
 async def test_the_death_counts_and_not_what_the_others_raise_because_of_it(ranks: Ranks) -> None:
-    async def reset() -> None:
-        raise RuntimeError("connection closed by peer")
+    told = asyncio.Event()
 
     async def dying() -> None:
-        await asyncio.sleep(0.02)  # Ray tells of a death later than the sockets do
+        await told.wait()  # Ray tells of a death later than the sockets do
         ranks.handles[1].dead = True
 
-    ranks[0].work, ranks[1].work = reset, dying
+    ranks[0].work, ranks[1].work = raising(RuntimeError("connection closed by peer")), dying
+    first, second = (asyncio.ensure_future(handle.step.remote()) for handle in ranks.handles)
+    first.add_done_callback(lambda _: asyncio.get_running_loop().call_soon(told.set))
     with pytest.raises(Retryable, match="trainer rank 1 of 2: actor lost") as caught:
-        await ranks.group.step.remote()
+        await agree([first, second])
     assert not isinstance(caught.value, RanksDisagree)
 
 
@@ -209,7 +220,7 @@ async def test_a_dead_rank_costs_the_whole_group(ranks: Ranks) -> None:
         await ranks.handle.call("step")
     assert lost.value.executing
     assert await ranks.handle.call("step") == 0
-    assert (ranks.lost, len(ranks.spawned), ranks.killed) == (1, 2, ranks.spawned[:1])
+    assert (ranks.lost, len(ranks.spawned), ranks.killed) == ([frozenset()], 2, ranks.spawned[:1])
 
 
 async def test_ranks_that_disagree_cost_the_whole_group(ranks: Ranks, short_grace: None) -> None:
@@ -227,24 +238,61 @@ async def test_an_error_of_a_run_costs_nothing_else(ranks: Ranks) -> None:
     ranks[0].work = ranks[1].work = raising(FULL)
     with pytest.raises(RunError):
         await ranks.handle.call("step")
-    assert (ranks.lost, ranks.killed) == (0, [])
+    assert (ranks.lost, ranks.killed) == ([], [])
 
 
-async def test_a_save_on_the_way_does_not_take_the_blame(ranks: Ranks) -> None:
+async def saved(ranks: Ranks) -> Artifact:
+    """Of a checkpoint of the run `a` that is captured and on its way."""
+    writing = ranks.handle.save(await ranks.handle.permit(), "a")
+    await writing.captured()
+    return await writing.written()
+
+
+async def test_a_death_with_a_save_on_the_way_names_its_run_beside_the_call_that_was_executed(ranks: Ranks) -> None:
     await ranks.handle.start()
     dead = asyncio.Event()
     ranks[0].work = ranks[0].save = dead.wait  # the save hears of the death first, as it was asked for first
-    save = asyncio.ensure_future(ranks.handle.wait("saved", "ticket"))
-    await asyncio.sleep(0)
+    save = asyncio.ensure_future(saved(ranks))
+    await ranks[0].saving.wait()
     calls = [asyncio.ensure_future(ranks.handle.call("step")) for _ in range(2)]
-    await asyncio.sleep(0.01)
+    await ranks[0].asked.wait()
     ranks.handles[0].dead = True
     dead.set()
     lost = await asyncio.gather(save, *calls, return_exceptions=True)
-    assert [(type(error), getattr(error, "executing", None)) for error in lost] == [
-        (TrainerLost, False), (TrainerLost, True), (TrainerLost, False),
+    assert [(type(e), getattr(e, "executing", None), getattr(e, "saving", None)) for e in lost[1:]] == [
+        (TrainerLost, True, {"a"}), (TrainerLost, False, {"a"}),
     ]  # fmt: skip
-    assert ranks.lost == 1
+    assert isinstance(lost[0], TrainerLost)
+    assert ranks.lost == [{"a"}]
+
+
+async def test_a_capture_is_of_the_trainer_that_was_asked_and_never_of_the_next(ranks: Ranks) -> None:
+    """The next one may have the run at another group than the cursor that was sent along."""
+    await ranks.handle.start()
+    writing = ranks.handle.save(await ranks.handle.permit(), "a")
+    ranks.handle.condemn(ranks.handle.current)
+    with pytest.raises(TrainerLost):
+        await writing.captured()
+    with pytest.raises(TrainerLost):
+        await writing.written()
+    with pytest.raises(TrainerLost):  # none is there yet
+        ranks.handle.save(await ranks.handle.permit(), "a")
+
+
+async def test_a_save_that_nobody_waits_for_any_more_keeps_its_place_until_it_ends(ranks: Ranks) -> None:
+    await ranks.handle.start()
+    mended = asyncio.Event()
+    ranks[0].save = mended.wait
+    saves = [asyncio.ensure_future(saved(ranks)) for _ in range(4)]
+    await asyncio.wait(saves, timeout=0.05)
+    for save in saves:
+        save.cancel()
+    await asyncio.gather(*saves, return_exceptions=True)
+    fifth = asyncio.ensure_future(ranks.handle.permit())
+    await asyncio.wait([fifth], timeout=0.05)
+    assert not fifth.done()
+    mended.set()
+    (await fifth).release()
 
 
 async def test_calls_that_end_with_a_condemned_trainer_are_not_to_blame(ranks: Ranks) -> None:
@@ -252,7 +300,7 @@ async def test_calls_that_end_with_a_condemned_trainer_are_not_to_blame(ranks: R
     condemned = asyncio.Event()
     ranks[0].work = condemned.wait
     call = asyncio.ensure_future(ranks.handle.call("step"))
-    await asyncio.sleep(0.01)
+    await ranks[0].asked.wait()
     ranks.handle.condemn(ranks.handle.current)
     condemned.set()
     with pytest.raises(TrainerLost) as lost:
@@ -264,8 +312,8 @@ async def test_a_save_does_not_wait_for_the_calls(ranks: Ranks) -> None:
     await ranks.handle.start()
     ranks[0].work = never
     call = asyncio.ensure_future(ranks.handle.call("step"))
-    await asyncio.sleep(0)
-    assert await ranks.handle.wait("saved", "ticket") == ARTIFACT
+    await ranks[0].asked.wait()
+    assert await saved(ranks) == ARTIFACT
     call.cancel()
 
 
@@ -273,21 +321,27 @@ async def test_a_save_that_storage_refuses_is_the_runs_own_error(ranks: Ranks) -
     await ranks.handle.start()
     ranks[0].save = raising(FULL)
     with pytest.raises(RunError, match="disk full"):
-        await ranks.handle.wait("saved", "ticket")
-    assert ranks.lost == 0
+        await saved(ranks)
+    assert ranks.lost == []
 
 
 async def test_a_save_of_a_trainer_that_was_replaced_is_lost_and_costs_nobody(ranks: Ranks) -> None:
     await ranks.handle.start()
     ranks[0].save = lambda: None
     with pytest.raises(TrainerLost, match="never took it"):
-        await ranks.handle.wait("saved", "ticket of another")
-    assert ranks.lost == 0
+        await saved(ranks)
+    assert ranks.lost == []
 
 
 async def test_a_save_ends_when_the_trainer_is_condemned(ranks: Ranks) -> None:
     await ranks.handle.start()
+    mended = asyncio.Event()
+    ranks[0].save = mended.wait
+    save = asyncio.ensure_future(saved(ranks))
+    await ranks[0].saving.wait()
     ranks.handle.condemn(ranks.handle.current)
+    mended.set()
     with pytest.raises(TrainerLost) as lost:
-        await ranks.handle.wait("saved", "ticket")
+        await save
     assert not lost.value.executing
+    assert ranks.lost == [frozenset()]  # what condemned the trainer is known

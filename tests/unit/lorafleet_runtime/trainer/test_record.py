@@ -113,17 +113,43 @@ def test_unfinished_step_comes_back_for_as_many_groups_as_the_checkpoint_has(tmp
     assert arrays["old_logprobs"].tolist() == [-1.0, -2.0, -8.0, -8.0]
 
 
-@pytest.mark.parametrize("step, groups", [(5, 1), (4, 3)])
-def test_record_of_another_unfinished_step_is_not_taken(tmp_path: Path, step: int, groups: int) -> None:
+def test_record_of_fewer_groups_than_the_checkpoint_has_is_not_taken(tmp_path: Path) -> None:
     made = recorder(tmp_path)
     add(made, group(5, (1, 2)), group(6, (3,)))
     pending = made.pending(4, ONE)
     assert pending is not None
     pending.write()
-    made.restore(step, groups)
+    made.restore(4, 3)
     add(made, group(9, (8,)))
-    assert f"it holds 2 groups of step 4, not {groups} of step {step}" in made.write(figures(step), ONE)
-    assert not (tmp_path / f"step_{step:08d}.json").exists()
+    assert "it holds 2 groups of step 4, not 3 of step 4" in made.write(figures(4), ONE)
+    assert not (tmp_path / "step_00000004.json").exists()
+
+
+def test_unfinished_steps_have_records_of_their_own_while_a_checkpoint_may_need_them(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    made = recorder(records)
+    for step in (4, 6):
+        add(made, group(step, (1,)))
+        pending = made.pending(step, ONE)
+        assert pending is not None
+        pending.write()
+        made.write(figures(step), ONE)
+        made.discard()
+    for name in ("step_3", "step_5"):
+        (tmp_path / name).mkdir()
+    record_files.clean_pending(records)
+    assert [path.name for path in sorted(records.glob("pending_*.json"))] == [
+        "pending_00000004.json", "pending_00000006.json",
+    ]  # fmt: skip
+    (tmp_path / "step_3").rmdir()
+    record_files.clean_pending(records)
+    assert [path.name for path in sorted(records.glob("pending_*"))] == [
+        "pending_00000006.json", "pending_00000006.safetensors",
+    ]  # fmt: skip
+    (records / "step_00000006.json").unlink()
+    (tmp_path / "step_5").rmdir()
+    record_files.clean_pending(records)
+    assert (records / "pending_00000006.json").exists()  # its step has no record yet
 
 
 def test_rank_without_files_has_only_its_own_groups_log_probabilities(tmp_path: Path) -> None:

@@ -157,6 +157,16 @@ def test_a_snapshot_newer_than_the_good_checkpoint_is_taken_when_the_newest_is_d
     assert len(passed_over) == 1
 
 
+@pytest.mark.parametrize(("made_by", "taken"), [("2.1", 9), ("10.1", 9), ("1.2", 10), ("1.1", 10)])
+def test_a_snapshot_of_an_older_registration_than_the_checkpoint_is_left(
+    tmp_path: Path, made_by: str, taken: int
+) -> None:
+    """The run went on from a checkpoint on another node: this node's later step is of a lineage that ended."""
+    save(tmp_path, 9, incarnation=made_by)
+    found, _ = newest_state(tmp_path / "step_9", state(10, incarnation="1.2"), IDENTITY)
+    assert found is not None and found.step == taken
+
+
 def test_a_snapshot_newer_than_a_damaged_checkpoint_never_looks_at_it(tmp_path: Path) -> None:
     DAMAGES["flipped bit"](save(tmp_path, 4))
     found, passed_over = newest_state(newest_step(tmp_path), state(5), IDENTITY)

@@ -1,0 +1,133 @@
+"""Brings a run into its trainer slot, and its first version onto the engines. Stages of the lifecycle task.
+
+Called by lifecycle.py, and by saving.py for a run whose trainer died before its last checkpoint. It decides nothing
+about when a run loads.
+"""
+
+import asyncio
+import logging
+import time
+
+from lorafleet_api.v1alpha1 import reasons
+from lorafleet_runtime.errors import RunError
+from lorafleet_runtime.loop.buffers import CursorTracker
+from lorafleet_runtime.loop.fleet import Fleet, RunState
+from lorafleet_runtime.loop.journal import about
+from lorafleet_runtime.loop.publishing import publish
+from lorafleet_runtime.loop.trainer import TrainerLost
+from lorafleet_runtime.registry.run import Run
+from lorafleet_runtime.storage import newest_step
+from lorafleet_runtime.types import Loaded, LoadRequest, RunFault, VersionId
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 5.0
+
+
+async def load(fleet: Fleet, run: Run) -> None:
+    """Load into the slot and publish the version that the trainer holds, unless every engine has it already.
+
+    Raises:
+        RunError: the run cannot be trained here.
+        Retryable: the trainer or an engine is away.
+    """
+    if not run.loaded:
+        await load_trainer(fleet, run)
+    state = fleet.state(run)
+    if state is None or not run.loaded or run.state not in ("PENDING", "ACTIVE"):
+        return
+    async with state.stepping:  # the run may be training already, and the buffer must be of this very version
+        n = run.trainer_version
+        manifest, buffer = await fleet.trainer.export(run.uid)
+    if run.weight_version < n:
+        await publish(fleet, run, n, manifest, buffer)
+    else:
+        await fleet.engines.renew(VersionId(run.uid, state.incarnation, n), manifest, buffer)
+
+
+async def load_trainer(fleet: Fleet, run: Run) -> None:
+    """Load into the slot, from the run's newest snapshot or checkpoint if it has one.
+
+    Storage that refuses to be read is asked again for saveTimeoutSeconds, unless the run is told to end meanwhile.
+
+    Raises:
+        RunError: the run cannot be trained here; StorageError when the time is over.
+        Retryable: the trainer was lost.
+    """
+    loaded = await _ask(fleet, run)
+    if loaded is None or run.state not in ("PENDING", "RETIRING"):
+        return
+    run.load_deaths = 0
+    fleet.registry.loaded(loaded, time.time())
+    for text in loaded.passed_over:
+        log.warning("run %s: %s; going on from step %d", run.uid, text, loaded.step, extra=about(run.uid))
+    origin = f"at step {loaded.step}" if loaded.step or loaded.groups else "afresh"
+    more = f" with {loaded.groups} groups of the next" if loaded.groups else ""
+    where = f"slot {run.slot} of boot epoch {fleet.registry.boot_epoch}"
+    log.info("run %s: loaded %s%s into %s", run.uid, origin, more, where, extra=about(run.uid, slot=run.slot))
+    if fleet.state(run) is None:  # the first time, or other weights than those that its groups were sampled for
+        fleet.buffers.clear(run.uid)
+        fleet.states[run.uid] = RunState(run.incarnation, CursorTracker(loaded.cursor), loaded.cursor)
+    fleet.registry.observe_trainer(await fleet.trainer.call("slots"))
+
+
+async def _ask(fleet: Fleet, run: Run) -> Loaded | None:
+    """The trainer's answer; None when the run was told to end before the storage could be read."""
+    state, ending, limit = run.state, run.ending, run.spec.save_timeout_seconds
+    deadline: float | None = None
+    while run.state == state and run.ending is ending:
+        try:
+            return await _ask_once(fleet, run)
+        except RunError as error:
+            if error.reason != reasons.STORAGE_ERROR:
+                raise
+            now = time.monotonic()
+            deadline = now + limit if deadline is None else deadline
+            if now >= deadline:
+                text = f"{error.message} (tried again for saveTimeoutSeconds {limit})"
+                raise RunError(error.reason, text, error.detail) from error
+            log.warning("run %s: %s; trying again", run.uid, error, extra=about(run.uid))
+            fleet.registry.not_saved(run.uid, error.message)
+            await asyncio.sleep(min(_RETRY_SECONDS, deadline - now))
+    return None
+
+
+async def _ask_once(fleet: Fleet, run: Run) -> Loaded:
+    assert run.slot is not None and run.dataset is not None and run.target_step is not None
+    directory = fleet.directory(run)
+    try:
+        newest = await asyncio.to_thread(newest_step, directory)
+    except OSError as error:
+        raise RunError(reasons.STORAGE_ERROR, f"{directory} cannot be read ({error}); fix the storage") from error
+    request = LoadRequest(
+        uid=run.uid,
+        namespace=run.namespace,
+        name=run.name,
+        slot=run.slot,
+        spec=run.spec.to_wire(),
+        target_step=run.target_step,
+        data_digest=run.dataset.digest,
+        checkpoint=None if newest is None else str(newest),
+    )
+    try:
+        async with fleet.alone:
+            loaded: Loaded = await fleet.trainer.call("load", request)
+    except TrainerLost as error:
+        _count_death(fleet, run, error)
+        raise
+    return loaded
+
+
+def _count_death(fleet: Fleet, run: Run, error: TrainerLost) -> None:
+    if not error.executing:
+        return
+    if error.saving and run.uid not in fleet.suspects:  # a save may have been why; those save alone from now on
+        fleet.suspects.add(run.uid)
+        return
+    run.load_deaths += 1
+    if run.load_deaths > run.spec.backoff_limit:
+        limit = run.spec.backoff_limit
+        text = (
+            f"the trainer died {run.load_deaths} times while it loaded this run; backoffLimit is {limit}; last: {error}"
+        )
+        fleet.registry.fail(RunFault(run.uid, reasons.TRAINER_CRASHED, text))
