@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet_runtime.config.config import PoolIdentity, RuntimeConfig
+from lorafleet_runtime.loop.buffers import CursorTracker
 from lorafleet_runtime.loop.driver import drive
 from lorafleet_runtime.loop.engines import EngineSet
-from lorafleet_runtime.loop.fleet import Fleet
+from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.loop.trainer import TrainerHandle
 from lorafleet_runtime.loop.workers import WorkerSet
 from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry
+from lorafleet_runtime.types import Cursor
 from support.fake_actors import FakeEngine, FakeTrainer, FakeWorker, Handle, Stored
-from support.runs import pool_spec
+from support.runs import activate, pool_spec
 
 
 @dataclass
@@ -134,3 +136,15 @@ async def running(world: World) -> AsyncIterator[World]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def standing(world: World, *uids: str) -> None:
+    """These runs are ACTIVE at step 1 and loaded, and no task of the loop runs: the test makes the calls."""
+    await world.fleet.trainer.start()
+    for uid in uids:
+        activate(world.registry, uid, step=1)
+        run = world.registry.runs[uid]
+        assert run.slot is not None
+        world.fleet.states[uid] = RunState(run.incarnation, CursorTracker(Cursor(2)), Cursor(2))
+        world.trainer.loaded[uid], world.trainer.accumulated[uid] = [run.slot, 1], []
+        world.trainer.incarnations[uid] = run.incarnation

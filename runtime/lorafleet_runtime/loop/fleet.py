@@ -13,7 +13,7 @@ from lorafleet_runtime.loop.buffers import Buffers, CursorTracker
 from lorafleet_runtime.loop.engines import EngineSet
 from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.signal import Signal
-from lorafleet_runtime.loop.trainer import TrainerHandle
+from lorafleet_runtime.loop.trainer import TrainerHandle, Writing
 from lorafleet_runtime.loop.whiten import Whitening
 from lorafleet_runtime.loop.workers import WorkerSet
 from lorafleet_runtime.loop.writer import BackgroundWriter
@@ -46,6 +46,8 @@ class RunState:
     drops_in_a_row: int = 0
     save_due: bool = False
     """The last checkpoint on the way could not be written, or had to wait for the one before."""
+    writing: Writing | None = None
+    """The last checkpoint on its way, also when nobody waits for it any more."""
     saving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a checkpoint is on its way: one at a time. Taken before all others."""
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)

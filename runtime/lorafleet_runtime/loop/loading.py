@@ -9,7 +9,7 @@ import logging
 import time
 
 from lorafleet_api.v1alpha1 import reasons
-from lorafleet_runtime.errors import RunError
+from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.loop.buffers import CursorTracker
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.journal import about
@@ -37,6 +37,8 @@ async def load(fleet: Fleet, run: Run) -> None:
     if state is None or not run.loaded or run.state not in ("PENDING", "ACTIVE"):
         return
     async with state.stepping:  # the run may be training already, and the buffer must be of this very version
+        if not run.loaded or fleet.state(run) is not state:
+            raise Retryable("the trainer was lost; the run has to load again")
         n = run.trainer_version
         manifest, buffer = await fleet.trainer.export(run.uid)
     if run.weight_version < n:

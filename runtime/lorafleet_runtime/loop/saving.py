@@ -63,6 +63,8 @@ async def save(fleet: Fleet, run: Run) -> None:
             log.warning("run %s: the last checkpoint failed: %s", run.uid, error, extra=about(run.uid))
     if run.ending is ending:
         fleet.registry.saved(run.uid, artifact, time.time())
+    elif artifact is not None:
+        fleet.registry.checkpointed(run.uid, artifact)
 
 
 def _may_save(run: Run) -> bool:
@@ -108,7 +110,7 @@ async def checkpoint(fleet: Fleet, run: Run, partial: bool = False, limit: float
         partial: with the groups accumulated since that step, for a run that stops before its batch is full. Also at
             step 0, as step_0: a large batch may take hours. Not with advantage reinforce, whose batches are
             normalised as a whole: there the cursor goes back to the boundary and the groups are sampled again.
-        limit: seconds that the storage may take; waiting for a batch does not count.
+        limit: seconds that the storage may take without ending any checkpoint; waiting for a batch does not count.
 
     Raises:
         RunError: StorageError, or the run's own fault.
@@ -119,15 +121,15 @@ async def checkpoint(fleet: Fleet, run: Run, partial: bool = False, limit: float
     if state is None:
         return run.artifact
     partial = (partial and run.spec.algorithm.advantage != "reinforce") or run.restored_groups > 0
-    began = time.monotonic()
     async with AsyncExitStack() as held:
         if run.save_deaths > 0:
             limit = run.spec.save_timeout_seconds if limit is None else limit  # others wait for it
-        async with asyncio.timeout(limit):
+        async with fleet.trainer.patience(limit):
             await held.enter_async_context(state.saving)
+            if state.writing is not None:
+                await state.writing.ended()
             permit = await fleet.trainer.permit()
         held.callback(permit.release)
-        left = None if limit is None else max(0.0, began + limit - time.monotonic())
         if alone := run.save_deaths > 0:
             await held.enter_async_context(fleet.alone)
             await held.enter_async_context(fleet.accumulating)
@@ -135,8 +137,13 @@ async def checkpoint(fleet: Fleet, run: Run, partial: bool = False, limit: float
             writing = await _capture(fleet, run, state, permit, partial)
         if not isinstance(writing, Writing):
             return writing
-        async with asyncio.timeout(left):
-            artifact = await writing.written()
+        try:
+            async with fleet.trainer.patience(limit):
+                artifact = await writing.written()
+        except (TimeoutError, asyncio.CancelledError):
+            fleet.trainer.abandon(run.uid, writing)
+            raise
+        state.writing = None
     run.save_deaths = 0
     log.info("run %s: checkpoint of step %d written", run.uid, artifact.step, extra=about(run.uid, path=artifact.path))
     return artifact
@@ -155,8 +162,12 @@ async def _capture(fleet: Fleet, run: Run, state: RunState, permit: Permit, part
     kept = run.spec.checkpoint
     retention = Retention(kept.keep, kept.keep_best, run.progress.score)
     writing = fleet.trainer.save(permit, run.uid, str(fleet.directory(run)), cursor, partial, retention)
+    state.writing = writing
     try:
         await writing.captured()
+    except asyncio.CancelledError:  # it goes on all the same
+        fleet.trainer.abandon(run.uid, writing)
+        raise
     except TrainerLost as error:
         if error.executing:
             fleet.count_save_death(run, certain=not error.saving)

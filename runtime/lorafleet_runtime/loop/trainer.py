@@ -4,8 +4,9 @@ The loop calls it; it knows no rank: `trainer/group.py` makes one trainer of sev
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,10 @@ class Writing:
         """
         return await asyncio.shield(self._written)
 
+    async def ended(self) -> None:
+        """Wait until it is durable or has failed."""
+        await asyncio.wait([self._written])
+
 
 class TrainerHandle:
     """One trainer at a time. A call that finds it dead raises Retryable and starts a new one.
@@ -117,6 +122,7 @@ class TrainerHandle:
         self._work = _Work()
         self._ready = asyncio.Event()
         self._places = asyncio.Semaphore(_SAVES_AT_ONCE)
+        self._patient: dict[asyncio.Timeout, float] = {}
         self._restart: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -151,14 +157,20 @@ class TrainerHandle:
         return self._answer(actor, reference, ticket, self._work)
 
     async def _answer(self, actor: Any, reference: Any, ticket: object, work: _Work) -> Any:
+        task = asyncio.ensure_future(call(reference))
         try:
-            answer = await call(reference)
+            answer = await asyncio.shield(task)
         except Retryable as error:
             self._lost(actor)
             # The ticket stays in the dead trainer's queue: nobody behind it was executing.
             raise TrainerLost(str(error), work.queue[0] is ticket, work.saving) from error
-        except BaseException:
+        except asyncio.CancelledError:  # the trainer works on it all the same, and may die of it
+            task.add_done_callback(lambda ended: _forget(ended, ticket, work))
+            raise
+        except Exception as error:
             work.queue.remove(ticket)
+            if work is not self._work:  # condemned meanwhile; what its calls raise says nothing of their runs
+                raise TrainerLost("the trainer was lost while it answered", executing=False) from error
             raise
         work.queue.remove(ticket)
         self._check_current(actor)
@@ -171,6 +183,34 @@ class TrainerHandle:
         """
         await self._places.acquire()
         return Permit(self._places)
+
+    @contextlib.asynccontextmanager
+    async def patience(self, limit: float | None) -> AsyncIterator[None]:
+        """A time limit that begins anew whenever a checkpoint of this trainer ends: a slow storage is no hung one.
+
+        Raises:
+            TimeoutError: none ended within `limit` seconds.
+        """
+        async with asyncio.timeout(limit) as timeout:
+            if limit is not None:
+                self._patient[timeout] = limit
+            try:
+                yield
+            finally:
+                self._patient.pop(timeout, None)
+
+    def abandon(self, uid: str, writing: Writing) -> None:
+        """Nobody waits for the run's write any more, or will: a death while it hangs says nothing of it."""
+        work = self._work
+
+        def forget(_: object = None) -> None:
+            with contextlib.suppress(ValueError):
+                work.writing.remove(uid)
+
+        if writing._captured.done():
+            forget()
+        else:
+            writing._captured.add_done_callback(forget)
 
     def save(self, permit: Permit, uid: str, *args: object) -> Writing:
         """Capture a run's checkpoint and write it, in a lane that no other call waits for.
@@ -211,7 +251,11 @@ class TrainerHandle:
             self._lost(actor)
             raise TrainerLost(str(error), executing=False) from error
         finally:
-            work.writing.remove(uid)
+            with contextlib.suppress(ValueError):  # abandoned
+                work.writing.remove(uid)
+            for timeout, limit in self._patient.items():
+                if not timeout.expired():
+                    timeout.reschedule(asyncio.get_running_loop().time() + limit)
         if artifact is None:
             raise TrainerLost("saved: this trainer never took it; the one that did was lost", executing=False)
         return artifact
@@ -265,3 +309,9 @@ class TrainerHandle:
             else:
                 log.warning("a new trainer is ready")
                 return
+
+
+def _forget(ended: asyncio.Future[Any], ticket: object, work: _Work) -> None:
+    """A call that nobody waited for has ended; one that its trainer died in stays, as for the others."""
+    if ended.cancelled() or not isinstance(ended.exception(), Retryable):
+        work.queue.remove(ticket)

@@ -46,6 +46,7 @@ async def _train_on(fleet: Fleet, groups: list[PromptGroup]) -> None:
                 await step(fleet, run)
             except RunError as error:  # this run's alone; the trainer is whole
                 fleet.registry.fail(error.fault(run.uid))
+            fleet.suspects.discard(run.uid)
     except TrainerLost as error:
         if error.executing:
             _suspect(fleet, {g.uid for g in groups}, str(error), certain=not error.saving)
@@ -159,8 +160,8 @@ def commit(fleet: Fleet, groups: list[PromptGroup], result: BatchResult) -> list
     for uid, mine in by_uid.items():
         run = fleet.registry.runs.get(uid)
         state = None if run is None else fleet.state(run)
-        fleet.suspects.discard(uid)
         if run is None or state is None or uid in faulty:
+            fleet.suspects.discard(uid)
             continue
         state.in_training -= len(mine)
         for group in mine:
@@ -168,7 +169,9 @@ def commit(fleet: Fleet, groups: list[PromptGroup], result: BatchResult) -> list
         rewards = [s.reward for g in mine for s in g.samples]
         mismatch = (stats[uid].mismatch_sum, stats[uid].mismatch_tokens) if uid in stats else (0.0, 0)
         if fleet.registry.commit(uid, len(mine), rewards, mismatch):
-            full.append(run)
+            full.append(run)  # a suspect until its step is through, too
+        else:
+            fleet.suspects.discard(uid)
     return full
 
 

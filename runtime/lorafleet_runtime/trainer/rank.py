@@ -6,6 +6,7 @@ trainer's accumulators cannot be trusted, and every later call that would use th
 writes files.
 """
 
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -280,9 +281,11 @@ class TrainerRank:
             RunError: the run is not loaded; NonFinite: its last step left it unusable, and must not take the place of a
                 good checkpoint; StorageError for a directory outside the storage.
         """
-        self._check_whole()
+        if partial:
+            self._check_whole()
         slot = self._sound_slot(uid)
-        self._ranks.on_first(lambda: self._inside(directory))
+        if not Path(os.path.normpath(self._storage / directory)).is_relative_to(self._storage):  # by name: it may hang
+            raise RunError(reasons.STORAGE_ERROR, f"checkpoint: {directory!r} lies outside the pool's storage")
         retention = retention or Retention(slot.spec.checkpoint.keep, slot.spec.checkpoint.keep_best)
         adapter = slot.adapter
         state = slot.state(cursor, copy=True)

@@ -72,8 +72,11 @@ def _is_older(snapshot: TrainState, path: Path) -> bool:
     try:
         made_by = json.loads((path / STATE_FILE).read_text())["incarnation"]
         return _order(snapshot.incarnation) < _order(made_by)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return False  # nothing to be read there is no reason to go back
+    except OSError as error:
+        text = f"checkpoint {path} cannot be read ({error}); fix the storage, or move it away to go on without it"
+        raise RunError(reasons.STORAGE_ERROR, text) from error
 
 
 def _order(incarnation: str) -> tuple[int, ...]:

@@ -225,3 +225,20 @@ def test_trainer_that_failed_in_a_batch_refuses_to_go_on(
         rank.accumulate(make_groups("a"))
     with pytest.raises(RuntimeFault, match="middle of a batch"):
         rank.step("a", Cursor())
+
+
+def test_what_a_step_left_is_saved_although_a_batch_failed_in_the_middle(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture may lie in the queue behind that batch; weights and moments move in steps only."""
+    rank = two_runs(qwen3, tmp_path)
+
+    def out_of_memory(*_: object) -> Tensor:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(rank._model, "hidden", out_of_memory)
+    with pytest.raises(MemoryError):
+        rank.accumulate(make_groups("a"))
+    assert rank.capture("a", "team/a/a", Cursor()) is not None
+    with pytest.raises(RuntimeFault, match="middle of a batch"):
+        rank.capture("a", "team/a/a", Cursor(), True)

@@ -122,3 +122,20 @@ def test_the_process_number_is_told_while_every_save_hangs() -> None:
     lanes = [getattr(method, "__ray_concurrency_group__") for method in (TrainerActor.saved, TrainerActor.pid)]  # noqa: B009
     assert len(set(lanes)) == 2
     assert set(lanes) == set(LANES)
+
+
+async def test_a_checkpoint_that_ends_after_its_run_was_told_to_end_otherwise_is_not_written_again(
+    world: World,
+) -> None:
+    mended = hang(world)
+    async with running(world):
+        put(world.registry, "a", **LONG | {"saveTimeoutSeconds": 600})
+        await world.until(lambda: world.registry.runs["a"].step >= 2)
+        put(world.registry, "a", generation=2, **LONG | {"saveTimeoutSeconds": 600}, suspend=True)
+        await world.until(lambda: len(world.trainer.captures) == 1)
+        put(world.registry, "a", generation=3, **LONG | {"saveTimeoutSeconds": 600}, cancel=True)
+        mended.set()
+        await world.until(lambda: ended(world, "a"))
+    run = world.registry.runs["a"]
+    assert (run.reason, len(world.trainers[0].target.captures)) == (reasons.CANCELLED, 1)
+    assert run.artifact is not None and run.artifact.step == run.step

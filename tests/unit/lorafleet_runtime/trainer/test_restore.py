@@ -229,6 +229,24 @@ def test_storage_that_cannot_be_read_now_costs_no_steps(tmp_path: Path, monkeypa
     assert same(newest_state(newest_step(tmp_path), None, IDENTITY)[0], state(4))
 
 
+def test_storage_that_cannot_be_read_now_is_no_reason_to_go_on_from_an_older_lineage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshot is of the later step, and of a registration before the checkpoint's: only state.json says so."""
+
+    def failing(path: Path, *_: Any, **__: Any) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    save(tmp_path, 9, incarnation="2.1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", failing)
+        with pytest.raises(RunError, match=r"step_9 cannot be read .*Input/output error.*fix the storage") as raised:
+            newest_state(tmp_path / "step_9", state(10, incarnation="1.2"), IDENTITY)
+    assert raised.value.reason == reasons.STORAGE_ERROR
+    found, _ = newest_state(tmp_path / "step_9", state(10, incarnation="1.2"), IDENTITY)
+    assert found is not None and found.step == 9
+
+
 WRITES = {"mkdir": Path, "write_text": Path, "rename": Path, "save_file": module, "fsync": os}
 """Every call of a save that can find the disk full, and where it is looked up."""
 
