@@ -280,9 +280,12 @@ class Scenario:
         return {kind: now[kind] - idle[kind] for kind in now | idle if now[kind] != idle[kind]}
 
     def user_waits(self, name: str) -> "subprocess.Popen[str]":
-        """`kubectl wait` for the end of a run, as a user has it open."""
-        made = self.cluster.kubectl.popen("wait", f"adapterrun/{name}", "--for=condition=Complete", "--timeout=200s")
+        """`kubectl wait` for the end of a run, as a user has it open, with its watch there; it tells its requests."""
+        arguments = (f"adapterrun/{name}", "--for=condition=Complete", "--timeout=200s", "-v=6")
+        made = self.cluster.kubectl.popen("wait", *arguments)
         self._waiting.append(made)
+        assert made.stderr is not None
+        assert any("watch=true" in line for line in made.stderr)
         return made
 
     def close(self) -> None:
@@ -298,8 +301,9 @@ class Scenario:
 
 
 def gone(processes: Sequence[psutil.Process]) -> bool:
-    """None of these runs any more."""
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    """None of these runs any more, or will in a moment: who ends them is not who made the runs go on."""
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in alive)
 
 
 def supervisors_alive(chaos: Chaos) -> bool:
