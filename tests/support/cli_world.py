@@ -5,7 +5,9 @@ The commands run as a user runs them (typer, kr8s, a kubeconfig); only the two s
 
 import base64
 import contextlib
+import functools
 import json
+import signal
 import socket
 import threading
 import time
@@ -279,3 +281,8 @@ async def _portforward(websocket: WebSocket, port: int) -> None:
             writer.write((await websocket.receive_bytes())[1:])
     task.cancel()
     writer.close()
+
+
+def heeding(signum: signal.Signals) -> Callable[[], None]:
+    """A child's first act: whoever runs the tests in the background may have ignored the signal, which is inherited."""
+    return functools.partial(signal.signal, signum, signal.SIG_DFL)

@@ -1,7 +1,6 @@
 """From kubectl's options and environment to a cluster, and what of the user's key stays: nothing."""
 
 import contextlib
-import functools
 import os
 import signal
 import stat
@@ -15,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from lorafleet_cli.main import app
-from support.cli_world import CliWorld, free_port, kubeconfig, run
+from support.cli_world import CliWorld, free_port, heeding, kubeconfig, run
 
 
 def test_no_kubeconfig(world: CliWorld, tmp_path: Path) -> None:
@@ -94,9 +93,7 @@ def test_a_signal_leaves_no_key_in_the_temporary_folder(
     command = [str(Path(sys.executable).parent / "lorafleet"), "watch", "--kubeconfig", str(world.kubeconfig)]
     environment = os.environ | {"TMPDIR": str(scratch)}
     started: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Whoever runs the tests in the background may have SIGINT ignored, which a child would inherit.
-    heeding = functools.partial(signal.signal, signum, signal.SIG_DFL)
-    with subprocess.Popen(command, preexec_fn=heeding, **started) as process, contextlib.ExitStack() as end:
+    with subprocess.Popen(command, preexec_fn=heeding(signum), **started) as process, contextlib.ExitStack() as end:
         end.callback(process.kill)
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("json  Training")

@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from lorafleet_runtime.loop.journal import append
-from support.cli_world import CliWorld, run
+from support.cli_world import CliWorld, heeding, run
 
 
 def test_it_ends_with_0_when_every_run_is_complete(world: CliWorld) -> None:
@@ -115,7 +117,9 @@ def test_a_refusal_that_lasts_ends_it(starting: CliWorld, monkeypatch: pytest.Mo
 def test_ctrl_c_is_quiet(world: CliWorld) -> None:
     world.runs.append(run("json", step=1, targetStep=2))
     command = [str(Path(sys.executable).parent / "lorafleet"), "watch", "--kubeconfig", str(world.kubeconfig)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    started: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, preexec_fn=heeding(signal.SIGINT), **started) as process, ExitStack() as end:
+        end.callback(process.kill)
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("json  Training")
         process.send_signal(signal.SIGINT)
