@@ -34,12 +34,13 @@ with guarded(folder) as me:
 
 
 IN_A_TERMINAL = """
-import fcntl, sys, termios, time
+import fcntl, signal, sys, termios, time
 from pathlib import Path
 from lorafleet_local import main, stack
 from lorafleet_local.guardian import guarded
 from lorafleet_local.processes import start
 from lorafleet_local.report import Reporter
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored
 fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 folder = Path(sys.argv[1])
 def bring_up(state, reporter, spec, progress_seconds):
