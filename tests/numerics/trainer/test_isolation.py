@@ -212,10 +212,8 @@ def test_loading_a_run_again_starts_it_anew(qwen3: Path, tmp_path: Path) -> None
     assert rank.slots() == {1: "b", 3: "a"}
 
 
-def test_trainer_that_failed_in_a_batch_refuses_to_go_on(
-    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = two_runs(qwen3, tmp_path)
+def fail_in_a_batch(rank: TrainerRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a's pass ends in the middle with an error that is no run's."""
 
     def out_of_memory(*_: object) -> Tensor:
         raise MemoryError("no memory")
@@ -223,6 +221,13 @@ def test_trainer_that_failed_in_a_batch_refuses_to_go_on(
     monkeypatch.setattr(rank._model, "hidden", out_of_memory)
     with pytest.raises(MemoryError):
         rank.accumulate(make_groups("a"))
+
+
+def test_trainer_that_failed_in_a_batch_refuses_to_go_on(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = two_runs(qwen3, tmp_path)
+    fail_in_a_batch(rank, monkeypatch)
     with pytest.raises(RuntimeFault, match="middle of a batch"):
         rank.step("a", Cursor())
 
@@ -232,13 +237,7 @@ def test_what_a_step_left_is_saved_although_a_batch_failed_in_the_middle(
 ) -> None:
     """A capture may lie in the queue behind that batch; weights and moments move in steps only."""
     rank = two_runs(qwen3, tmp_path)
-
-    def out_of_memory(*_: object) -> Tensor:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(rank._model, "hidden", out_of_memory)
-    with pytest.raises(MemoryError):
-        rank.accumulate(make_groups("a"))
+    fail_in_a_batch(rank, monkeypatch)
     assert rank.capture("a", "team/a/a", Cursor()) is not None
     with pytest.raises(RuntimeFault, match="middle of a batch"):
         rank.capture("a", "team/a/a", Cursor(), True)
