@@ -155,16 +155,16 @@ class Ranks:
 
     def collect_on_first_dp(self, share: Tensor) -> list[Tensor] | None:
         """Each data-parallel rank's tensor, all of one shape, on the first of them; None on the others."""
-        if self.dp == 1:
-            return [share]
-        out = [torch.empty_like(share) for _ in range(self.dp)] if self.dp_rank == 0 else None
-        dist.gather(share, out, group=self.dp_group, group_dst=0)
-        return out
+        return _collect_on_first(share, self.dp, self.dp_rank, self.dp_group)
 
-    def collect_over_tp(self, share: Tensor) -> list[Tensor] | None:
-        """Each tensor-parallel rank's tensor on the first of them, None on the others."""
-        if self.tp == 1:
-            return [share]
-        out = [torch.empty_like(share) for _ in range(self.tp)] if self.tp_rank == 0 else None
-        dist.gather(share, out, group=self.tp_group, group_dst=0)
-        return out
+    def collect_on_first_tp(self, share: Tensor) -> list[Tensor] | None:
+        """Each tensor-parallel rank's tensor, all of one shape, on the first of them; None on the others."""
+        return _collect_on_first(share, self.tp, self.tp_rank, self.tp_group)
+
+
+def _collect_on_first(share: Tensor, size: int, position: int, group: Any) -> list[Tensor] | None:
+    if size == 1:
+        return [share]
+    out = [torch.empty_like(share) for _ in range(size)] if position == 0 else None
+    dist.gather(share, out, group=group, group_dst=0)
+    return out

@@ -131,7 +131,7 @@ class Shares:
             flat: [elements] of this rank.
         """
         ranks = self._ranks
-        shares = ranks.collect_over_tp(flat)
+        shares = ranks.collect_on_first_tp(flat)
         if shares is None or ranks.tp == 1:
             return None if shares is None else flat
         pieces = []
@@ -151,7 +151,7 @@ class Shares:
         Returns:
             On the first tensor-parallel rank; None on the others. A slice of a matrix has zeros around it.
         """
-        shares = self._ranks.collect_over_tp(flat)
+        shares = self._ranks.collect_on_first_tp(flat)
         return None if shares is None else torch.stack([self._placed(share, i) for i, share in enumerate(shares)])
 
     def _placed(self, share: Tensor, tp_rank: int) -> Tensor:
