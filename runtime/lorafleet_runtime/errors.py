@@ -2,6 +2,7 @@
 
 RuntimeFault
 ├── RunError            belongs to one run: fail that run with (reason, message), go on with the others
+│   └── Damaged         its stored files were read and are not what was written: asking again changes nothing
 ├── ConfigError         the runtime's own configuration is wrong: do not start
 └── Retryable           try again: an engine or worker is away
 """
@@ -36,6 +37,10 @@ class RunError(RuntimeFault):
     def fault(self, uid: str) -> RunFault:
         """This error as a value, for the run `uid`."""
         return RunFault(uid, self.reason, self.message, self.detail)
+
+
+class Damaged(RunError):
+    """Stored files of a run were read, and are missing, cut or changed; reason StorageError. Nobody asks again."""
 
 
 class ConfigError(RuntimeFault):

@@ -8,10 +8,16 @@ from prometheus_client.registry import Collector
 
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.registry.run import TERMINAL, Run
-from lorafleet_runtime.types import BatchResult
+from lorafleet_runtime.types import BatchResult, PolicyMeans
 
 _LABELS = ["namespace", "name", "pool"]
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+def _policy(read: Callable[[PolicyMeans], float | None]) -> Callable[[Run], float | None]:
+    """None until the model saw tokens of a step."""
+    return lambda run: None if run.progress.policy is None else read(run.progress.policy)
+
 
 _RUN_GAUGES: dict[str, tuple[str, Callable[[Run], float | None]]] = {
     "step": ("Optimizer steps done.", lambda r: r.step),
@@ -19,7 +25,25 @@ _RUN_GAUGES: dict[str, tuple[str, Callable[[Run], float | None]]] = {
     "reward_mean": ("Mean reward of the last step's samples.", lambda r: r.progress.reward_mean),
     "learning_rate": ("Learning rate of the last step.", lambda r: r.progress.lr),
     "grad_norm": ("Gradient norm of the last step, before clipping.", lambda r: r.progress.grad_norm),
-    "mismatch": ("Mean |trainer - sampler log-probability| of the last step.", lambda r: r.progress.mismatch),
+    "mismatch": ("Mean |trainer - sampler log-probability| of the last step.", _policy(lambda p: p.mismatch)),
+    "entropy": ("Mean entropy of the policy over the last step's response tokens, nats.", _policy(lambda p: p.entropy)),
+    "kl_sampler": ("KL(sampler, trainer) of the last step, per token: k3 estimate.", _policy(lambda p: p.kl_sampler)),
+    "kl_sampler_k1": (
+        "KL(sampler, trainer) of the last step, per token: k1 estimate.",
+        _policy(lambda p: p.kl_sampler_k1),
+    ),
+    "kl_base": (
+        "KL(policy, base) of the last step, per token: k3 estimate; of runs with a KL term.",
+        _policy(lambda p: p.kl_base),
+    ),
+    "clip_fraction": (
+        "Share of the last step's response tokens whose gradient the clip or the dual clip stopped.",
+        _policy(lambda p: p.clip_fraction),
+    ),
+    "tis_fraction": (
+        "Share of the last step's response tokens whose mismatch weight tisMode truncated or masked.",
+        _policy(lambda p: p.tis_fraction),
+    ),
     "last_step_timestamp_seconds": ("Unix time of the last step.", lambda r: r.progress.last_step_time),
     "buffered_groups": ("Prompt groups waiting for the trainer.", lambda r: r.progress.buffered),
 }

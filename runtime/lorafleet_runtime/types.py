@@ -3,7 +3,7 @@
 Legend: P prompt tokens, R response tokens, G samples of one group.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 
@@ -206,6 +206,61 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyMeans:
+    """What the response tokens of one step show of its policy, per token; docs/algorithms.md has the formulas."""
+
+    mismatch: float
+    """|trainer - sampler log-probability|."""
+    entropy: float
+    """Nats, of the whole distribution at the sampler's temperature."""
+    kl_sampler_k1: float
+    kl_sampler: float
+    """The k3 estimate."""
+    kl_base: float | None
+    """The k3 estimate, whatever klType is; None without a KL term."""
+    clip_fraction: float
+    """Share of tokens whose gradient the clip or the dual clip stopped."""
+    tis_fraction: float
+    """Share of tokens whose mismatch weight tisMode truncated or masked."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySums:
+    """Sums over response tokens, so they add up over passes, ranks and batches; the counts are whole numbers."""
+
+    tokens: float = 0.0
+    """Those that went through the model: none of a group that needs no pass, or that maskTruncated leaves out."""
+    mismatch: float = 0.0
+    entropy: float = 0.0
+    kl_sampler_k1: float = 0.0
+    kl_sampler: float = 0.0
+    kl_base_tokens: float = 0.0
+    """Those with a KL term."""
+    kl_base: float = 0.0
+    clipped: float = 0.0
+    corrected: float = 0.0
+
+    def __add__(self, other: "PolicySums") -> "PolicySums":
+        """Of both sets of tokens."""
+        return PolicySums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def means(self) -> PolicyMeans | None:
+        """Per token; None where there was none."""
+        n = self.tokens
+        if not n:
+            return None
+        return PolicyMeans(
+            mismatch=self.mismatch / n,
+            entropy=self.entropy / n,
+            kl_sampler_k1=self.kl_sampler_k1 / n,
+            kl_sampler=self.kl_sampler / n,
+            kl_base=self.kl_base / self.kl_base_tokens if self.kl_base_tokens else None,
+            clip_fraction=self.clipped / n,
+            tis_fraction=self.corrected / n,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RunBatchStats:
     """What one accumulate call did for one run."""
 
@@ -214,11 +269,9 @@ class RunBatchStats:
     samples: int
     tokens: int
     """Response tokens that count in the loss."""
-    mismatch_sum: float
-    """Sum over tokens of |trainer - sampler log-probability|."""
+    policy: PolicySums
     mismatch_max: float
-    mismatch_tokens: int
-    """Tokens in mismatch_sum (groups that skipped the forward pass have none)."""
+    """Largest |trainer - sampler log-probability| of a token."""
     loss_sum: float
     response_tokens: int = 0
     """All response tokens of these groups, for throughput; also those that the loss leaves out."""
@@ -247,6 +300,8 @@ class StepResult:
     """Before clipping."""
     unrecorded: str = ""
     """With recordSteps: why the step has no record; the step counts all the same."""
+    snapshot: str = ""
+    """Ticket of the state after it on its way to the node's disk; a trainer that dies before takes the step with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from lorafleet_runtime.http.app import create_app
 from lorafleet_runtime.loop.fleet_view import FleetView
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.registry.registry import Registry
-from lorafleet_runtime.types import RunFault
+from lorafleet_runtime.types import PolicySums, RunFault
 from support.miles import Miles, miles_config
 from support.runs import DATASET, pool_spec, put
 
@@ -336,9 +336,9 @@ async def test_delete_of_an_ended_run_changes_nothing(miles: Miles) -> None:  # 
 async def test_num_step_stops_exactly(miles: Miles) -> None:  # 8, 11
     await miles.post("a", num_step=2)
     run = miles.activate("a")
-    miles.registry.commit(run.uid, 1, [], (0.0, 0))
+    miles.registry.commit(run.uid, 1, [], PolicySums())
     assert (await miles.client.get("/adapter_runs/a")).json()["accumulated_groups"] == 1
-    miles.registry.commit(run.uid, 1, [], (0.0, 0))
+    miles.registry.commit(run.uid, 1, [], PolicySums())
     run.accumulated_groups = 0
     miles.step(run)
     assert await miles.state("a") == "ACTIVE"

@@ -94,7 +94,7 @@ def test_a_rank_stabilised_warm_start_has_one_scale_everywhere(llama3: EngineUnd
         assert np.abs(expected - sampled_logprobs(plain, completion.token_ids)).max() > 0.05  # the adapter matters
     samples = tuple(Sample(c.token_ids, c.logprobs, 0.0, i - 0.5, False) for i, c in enumerate(completions))
     [stats] = rank.accumulate([PromptGroup("a", version, 0, tuple(PROMPT), samples)]).stats
-    assert stats.mismatch_tokens > 0 and stats.mismatch_max <= TOLERANCE
+    assert stats.policy.tokens > 0 and stats.mismatch_max <= TOLERANCE
     artifact = rank.checkpoint("a", "runs/a", Cursor())
     assert artifact is not None
     config = json.loads((Path(artifact.path) / "adapter_config.json").read_text())

@@ -63,7 +63,7 @@ def test_trainer_and_sampler_agree_on_smollm2(smollm2: Any, tmp_path: Path) -> N
     for n in (1, 2, 3):  # B is zero in the first version only
         _publish(smollm2, rank, n)
         [stats] = rank.accumulate([_group(smollm2, rank, n, i, p) for i, p in enumerate(prompts)]).stats
-        assert stats.mismatch_tokens > 30
-        assert stats.mismatch_sum / stats.mismatch_tokens <= 1e-4, n
+        assert stats.policy.tokens > 30
+        assert stats.policy.mismatch / stats.policy.tokens <= 1e-4, n
         assert stats.mismatch_max <= 1e-3, n
         assert not isinstance(rank.step("a", Cursor()), RunFault)

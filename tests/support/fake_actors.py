@@ -17,6 +17,7 @@ from lorafleet_runtime.types import (
     Loaded,
     LoadRequest,
     Manifest,
+    PolicySums,
     PromptGroup,
     Retention,
     RunBatchStats,
@@ -29,6 +30,12 @@ from lorafleet_runtime.types import (
 _BUFFERS = itertools.count()
 
 MANIFEST = Manifest(4, 4, ("q_proj",), "/model", "float32", (), 0, "digest")
+
+POLICY = PolicySums(
+    tokens=4, mismatch=0.1, entropy=6.0, kl_sampler_k1=-0.2, kl_sampler=0.4, kl_base_tokens=4, kl_base=0.8, clipped=1,
+    corrected=3,
+)  # fmt: skip
+"""What every accumulated batch shows of its run's policy."""
 
 
 class Kept(NamedTuple):
@@ -102,6 +109,10 @@ class FakeTrainer:
         self.checkpoint_error: Exception | None = None
         self.writing: asyncio.Event | None = None
         """Saves wait for it."""
+        self.snapshotting: dict[str, asyncio.Event] = {}
+        """The snapshots of these runs are written when it is set, unless they are in `torn` by then."""
+        self.torn: set[str] = set()
+        self._staged: dict[str, tuple[str, Kept]] = {}
         self._captured: dict[str, tuple[str, Kept, str]] = {}
         self.captures: list[tuple[str, Kept, str]] = []
         """Everything that was captured, in order: (uid, what, path)."""
@@ -137,7 +148,7 @@ class FakeTrainer:
                 continue
             self.accumulated[uid] += mine
             self.trained += [(uid, g.index, self.loaded[uid][1] + 1) for g in mine]
-            stats.append(RunBatchStats(uid, len(mine), 2 * len(mine), 4, 0.1, 0.1, 4, 0.0))
+            stats.append(RunBatchStats(uid, len(mine), 2 * len(mine), 4, POLICY, 0.1, 0.0))
         return BatchResult(tuple(stats), tuple(faults), 0.01, 8)
 
     def step(self, uid: str, cursor: Cursor, incarnation: str) -> StepResult:
@@ -146,8 +157,21 @@ class FakeTrainer:
         self.stepped.append((uid, entry[1], tuple(group.index for group in self.accumulated[uid])))
         self.accumulated[uid] = []
         self.incarnations[uid] = incarnation
-        self.node[uid] = Kept(entry[1], cursor, incarnation)
-        return StepResult(uid, entry[1], 1e-3, 0.5)
+        ticket = f"{id(self)}.{next(_BUFFERS)}"
+        self._staged[ticket] = (uid, Kept(entry[1], cursor, incarnation))
+        if uid not in self.snapshotting:
+            self.node[uid] = self._staged[ticket][1]
+        return StepResult(uid, entry[1], 1e-3, 0.5, snapshot=ticket)
+
+    async def snapshotted(self, ticket: str) -> bool:
+        if ticket not in self._staged:
+            return False
+        uid, kept = self._staged.pop(ticket)
+        if uid in self.snapshotting:
+            await self.snapshotting[uid].wait()
+            if uid not in self.torn:
+                self.node[uid] = kept
+        return True
 
     def export(self, uid: str) -> Manifest:
         assert uid in self.loaded

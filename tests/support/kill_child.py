@@ -95,6 +95,9 @@ class _Trainer:
     def step(self, uid: str, cursor: Cursor) -> StepResult | RunFault:
         return self._rank.step(uid, cursor, INCARNATION)
 
+    def snapshotted(self, ticket: str) -> bool:
+        return self._rank.snapshotted(ticket)
+
     def capture(self, uid: str, cursor: Cursor, partial: bool, score: float) -> str:
         kept = self._rank._slot(uid).spec.checkpoint
         save = self._rank.capture(uid, uid, cursor, partial, Retention(kept.keep, kept.keep_best, score))

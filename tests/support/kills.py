@@ -170,6 +170,12 @@ class Trainer:
         self._calls.send((name, arguments))
         return self._answer()
 
+    def call_at_the_seam(self, name: str, *arguments: Any) -> Any:
+        """The answer of a trainer whose thread that writes may stand at the seam; None if there is none."""
+        self._calls.send((name, arguments))
+        stands = self._marks.poll(_ANSWER_SECONDS) if name == "snapshotted" else False
+        return self._calls.recv() if self._calls.poll(0.3 if stands else _ANSWER_SECONDS) else None
+
     def _answer(self) -> Any:
         timeout = max(0.0, min(self._kill_at - time.monotonic(), _ANSWER_SECONDS))
         ready = wait([self._calls, self._marks], timeout)
@@ -215,10 +221,15 @@ class Driver:
         self.runs = {uid: Progress(uid) for uid in RUNS}
         self._chance = random.Random(seed)
         self._tickets: dict[str, tuple[str, tuple[int, int]]] = {}
+        self._made: dict[str, str] = {}
+        """Tickets of steps whose snapshot is on its way: the run waits, the others do not."""
 
     def train(self, trainer: Trainer, until: dict[str, int]) -> None:
         """Go on until every run has these steps, and everything asked for is saved."""
         while any(run.step < until[uid] for uid, run in self.runs.items()):
+            self._settle(trainer, until)
+            if not self._ready(until):
+                break
             groups = list(self._batch(until))
             result: BatchResult = trainer.call("accumulate", groups)
             assert not result.faults, result.faults
@@ -232,19 +243,32 @@ class Driver:
             self._collect(trainer, uid)
 
     def _batch(self, until: dict[str, int]) -> Iterator[PromptGroup]:
-        waiting = [run for run in self.runs.values() if run.step < until[run.uid]]
+        waiting = self._ready(until)
         for run in self._chance.sample(waiting, self._chance.randint(1, len(waiting))):
             for number in range(self._chance.randint(1, run.batch - len(run.open))):
                 yield recorded(run.uid, arrival(run.consumed + number))
 
-    def _after(self, trainer: Trainer, run: Progress) -> None:
-        if len(run.open) == run.batch:
-            result: StepResult = trainer.call("step", run.uid, run.cursor)
-            assert isinstance(result, StepResult) and result.step == run.step + 1, result
+    def _ready(self, until: dict[str, int]) -> list[Progress]:
+        return [run for run in self.runs.values() if run.step < until[run.uid] and run.uid not in self._made]
+
+    def _settle(self, trainer: Trainer, until: dict[str, int]) -> None:
+        """Some of the steps that were made count, so that a run can go on."""
+        while self._made and (not self._ready(until) or self._chance.random() < 0.5):
+            uid, ticket = self._made.popitem()
+            assert trainer.call("snapshotted", ticket)
+            run = self.runs[uid]
             run.step += 1
             run.steps[run.step], run.open = run.open, []
             if run.step % SAVE_EVERY == 0:
                 self._capture(trainer, run, partial=False)
+
+    def _after(self, trainer: Trainer, run: Progress) -> None:
+        if run.uid in self._made:
+            return
+        if len(run.open) == run.batch:
+            result: StepResult = trainer.call("step", run.uid, run.cursor)
+            assert isinstance(result, StepResult) and result.step == run.step + 1, result
+            self._made[run.uid] = result.snapshot
         elif run.open and self._chance.random() < 0.3:  # as a suspension or a stop does
             self._capture(trainer, run, partial=True)
 
@@ -262,6 +286,7 @@ class Driver:
     def resume(self, trainer: Trainer, snapshots: bool) -> None:
         """A new trainer has loaded every run."""
         self._tickets.clear()
+        self._made.clear()
         for loaded in trainer.loaded:
             self.runs[loaded.uid].resume(loaded, snapshots)
 

@@ -16,7 +16,7 @@ from lorafleet_runtime.loop.fleet_view import FleetView
 from lorafleet_runtime.loop.signal import Signal
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.registry.run import Run
-from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, StepResult
+from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, PolicySums, StepResult
 from support.runs import DATASET, pool_spec
 
 
@@ -82,7 +82,7 @@ class Miles:
 
     def step(self, run: Run) -> None:
         """One optimizer step."""
-        self.registry.commit(run.uid, run.groups_per_step, [], (0.0, 0))
+        self.registry.commit(run.uid, run.groups_per_step, [], PolicySums())
         self.registry.stepped(StepResult(run.uid, run.step + 1, 1e-3, 0.5), now=100.0 + run.step)
 
     def save(self, run: Run) -> Artifact:

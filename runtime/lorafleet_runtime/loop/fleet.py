@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,37 @@ class RunState:
     """Held while weights and step_cursor move together, so that a checkpoint sees both or neither."""
 
 
+class Company:
+    """Lets saves and loads go side by side, and a save under suspicion alone; in the order in which they come.
+
+    Waiting for it is no waiting for the storage: who is let in counts its time from then on.
+    """
+
+    def __init__(self) -> None:
+        """Nobody is in."""
+        self._turn = asyncio.Lock()
+        self._inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @asynccontextmanager
+    async def join(self, alone: bool = False) -> AsyncIterator[None]:
+        """Be in, together with the others; or wait until all are gone, and keep everybody out."""
+        async with self._turn:
+            if alone:
+                await self._empty.wait()
+                yield
+                return
+            self._inside += 1
+            self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if self._inside == 0:
+                self._empty.set()
+
+
 @dataclass(slots=True)
 class Fleet:
     """Everything that the three tasks of the loop share."""
@@ -77,11 +109,14 @@ class Fleet:
     accumulating: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held from a batch's way to the trainer until its groups are committed, and stepped where they fill a batch: what
     the trainer has accumulated is then what the cursors say. Taken before `RunState.stepping`."""
-    alone: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a load, and while a run saves whose save may have killed a trainer: neither takes the other's blame.
-    Taken after `RunState.saving`, before `accumulating`."""
+    company: Company = field(default_factory=Company)
+    """Joined by every load and every save; a save that may have killed a trainer goes alone, beside no batch either, so
+    that none takes another's blame. Taken after `RunState.saving`, before `accumulating`."""
     suspects: set[str] = field(default_factory=set)
     """Runs that were in a batch when the trainer died; they train alone until a batch succeeds."""
+    cleared: set[str] = field(default_factory=set)
+    """Runs whose save was under suspicion and went well alone. Each run is believed to be why once: at the next death
+    beside its save, a suspect that is there too is counted. So the deaths that count for nobody come to an end."""
     stopping: bool = False
     """The runtime is about to stop: nothing more is sampled or trained."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -118,6 +153,7 @@ class Fleet:
         self.buffers.clear(uid)
         self.states.pop(uid, None)
         self.suspects.discard(uid)
+        self.cleared.discard(uid)
 
     def on_trainer_lost(self, saving: Collection[str] = ()) -> None:
         """Live runs load again; the groups that the dead trainer had are trained on once more.
@@ -137,6 +173,10 @@ class Fleet:
             if (run := self.registry.runs.get(uid)) is not None:
                 self.count_save_death(run, certain=len(saving) == 1 and run.save_deaths > 0)
 
+    def may_be_for_a_save(self, uids: Collection[str], saving: Collection[str]) -> bool:
+        """Whether a trainer that died while it worked for `uids` may have died of the saves beside them."""
+        return bool(saving) and not (self.suspects.issuperset(uids) and self.cleared.issuperset(saving))
+
     def count_save_death(self, run: Run, certain: bool) -> None:
         """The trainer died during a save of this run; it saves alone from now on, until one succeeds.
 
@@ -145,6 +185,8 @@ class Fleet:
             certain: nothing else was on its way.
         """
         run.save_deaths += 1
+        if certain:
+            self.cleared.discard(run.uid)
         limit = run.spec.backoff_limit
         text = f"the trainer died {run.save_deaths} times while it saved this run; backoffLimit is {limit}"
         log.error("run %s: %s", run.uid, text, extra=about(run.uid))

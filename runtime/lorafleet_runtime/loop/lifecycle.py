@@ -132,7 +132,9 @@ async def clear(fleet: Fleet, run: Run) -> None:
     """Free the trainer slot, then every engine, and end the run once their own listings agree."""
     unsaved = run.artifact is None or run.artifact.step < run.step
     suspended = run.ending is not None and run.ending.outcome == "Suspended"
-    await fleet.trainer.call("drop", run.uid, suspended and unsaved)
+    if unrecorded := await fleet.trainer.call("drop", run.uid, suspended and unsaved):
+        log.error("run %s: %s", run.uid, unrecorded, extra=about(run.uid))
+        fleet.registry.ended_without(run.uid, unrecorded)
     fleet.registry.observe_trainer(await fleet.trainer.call("slots"))
     await fleet.engines.clear(run.uid)
     await fleet.engines.refresh()

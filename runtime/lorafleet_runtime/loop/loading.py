@@ -6,10 +6,14 @@ about when a run loads.
 
 import asyncio
 import logging
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from lorafleet_api.v1alpha1 import reasons
-from lorafleet_runtime.errors import Retryable, RunError
+from lorafleet_runtime.errors import Damaged, Retryable, RunError
 from lorafleet_runtime.loop.buffers import CursorTracker
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.journal import about
@@ -50,10 +54,11 @@ async def load(fleet: Fleet, run: Run) -> None:
 async def load_trainer(fleet: Fleet, run: Run) -> None:
     """Load into the slot, from the run's newest snapshot or checkpoint if it has one.
 
-    Storage that refuses to be read is asked again for saveTimeoutSeconds, unless the run is told to end meanwhile.
+    Storage that refuses to be read is asked again for saveTimeoutSeconds, unless the run is told to end meanwhile; one
+    that does not answer is left alone after that time. Checkpoints that were read and are damaged are not asked again.
 
     Raises:
-        RunError: the run cannot be trained here; StorageError when the time is over.
+        RunError: the run cannot be trained here; StorageError when the time is over, or every checkpoint is damaged.
         Retryable: the trainer was lost.
     """
     loaded = await _ask(fleet, run)
@@ -80,8 +85,13 @@ async def _ask(fleet: Fleet, run: Run) -> Loaded | None:
     while run.state == state and run.ending is ending:
         try:
             return await _ask_once(fleet, run)
+        except TimeoutError as error:
+            if run.state != state or run.ending is not ending:
+                return None
+            text = f"saveTimeoutSeconds: {fleet.directory(run)} could not be read within {limit} s"
+            raise RunError(reasons.STORAGE_ERROR, f"{text}; mend the storage or raise it, then run it again") from error
         except RunError as error:
-            if error.reason != reasons.STORAGE_ERROR:
+            if error.reason != reasons.STORAGE_ERROR or isinstance(error, Damaged):
                 raise
             now = time.monotonic()
             deadline = now + limit if deadline is None else deadline
@@ -96,11 +106,12 @@ async def _ask(fleet: Fleet, run: Run) -> Loaded | None:
 
 async def _ask_once(fleet: Fleet, run: Run) -> Loaded:
     assert run.slot is not None and run.dataset is not None and run.target_step is not None
-    directory = fleet.directory(run)
-    try:
-        newest = await asyncio.to_thread(newest_step, directory)
-    except OSError as error:
-        raise RunError(reasons.STORAGE_ERROR, f"{directory} cannot be read ({error}); fix the storage") from error
+    directory, limit = fleet.directory(run), run.spec.save_timeout_seconds
+    async with asyncio.timeout(limit):
+        try:
+            newest = await _look(lambda: newest_step(directory))
+        except OSError as error:
+            raise RunError(reasons.STORAGE_ERROR, f"{directory} cannot be read ({error}); fix the storage") from error
     request = LoadRequest(
         uid=run.uid,
         namespace=run.namespace,
@@ -112,18 +123,47 @@ async def _ask_once(fleet: Fleet, run: Run) -> Loaded:
         checkpoint=None if newest is None else str(newest),
     )
     try:
-        async with fleet.alone:
-            loaded: Loaded = await fleet.trainer.call("load", request)
+        async with fleet.company.join():
+            loaded: Loaded = await fleet.trainer.call_within(limit, "load", request)
     except TrainerLost as error:
         _count_death(fleet, run, error)
         raise
     return loaded
 
 
+async def _look(work: Callable[[], Path | None]) -> Path | None:
+    """What `work` finds on the storage, on a thread of its own.
+
+    The common ones are few, and one that hangs would keep the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[Path | None] = loop.create_future()
+
+    def tell(path: Path | None, error: OSError | None) -> None:
+        if found.done():  # nobody waits any more
+            return
+        if error is None:
+            found.set_result(path)
+        else:
+            found.set_exception(error)
+
+    def run() -> None:
+        path, refused = None, None
+        try:
+            path = work()
+        except OSError as error:
+            refused = error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, path, refused)
+
+    threading.Thread(target=run, name="look at storage", daemon=True).start()
+    return await found
+
+
 def _count_death(fleet: Fleet, run: Run, error: TrainerLost) -> None:
     if not error.executing:
         return
-    if error.saving and run.uid not in fleet.suspects:  # a save may have been why; those save alone from now on
+    if fleet.may_be_for_a_save({run.uid}, error.saving):  # those save alone from now on
         fleet.suspects.add(run.uid)
         return
     run.load_deaths += 1

@@ -5,7 +5,8 @@
     drain        all live runs, at a stop
 
 Called by lifecycle.py, training.py and cli/serve.py. Storage that refuses is asked again, storage that hangs is left
-alone after saveTimeoutSeconds; a write that nobody waits for any more keeps its place until it ends.
+alone after saveTimeoutSeconds; a write that nobody waits for any more keeps its place until it ends. How a run ends
+makes no difference to what it waits for: time counts while the storage has the run's part and ends no checkpoint.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _BATCH_SECONDS = 10.0
 
 
 async def save(fleet: Fleet, run: Run) -> None:
-    """Stop sampling and make the last checkpoint durable, within saveTimeoutSeconds.
+    """Stop sampling and make the last checkpoint durable; storage may take saveTimeoutSeconds.
 
     A run that is suspended, cancelled or deleted goes on without it when there is none in time.
 
@@ -46,12 +47,11 @@ async def save(fleet: Fleet, run: Run) -> None:
     if ending.save and _may_save(run):
         limit = run.spec.save_timeout_seconds
         try:
-            async with asyncio.timeout(limit if ending.outcome == "Deleted" else None):
-                if not run.loaded:
-                    await load_trainer(fleet, run)
-                if run.ending is not ending:
-                    return  # another end, or it could not be loaded at its last step and has to train again
-                artifact = await _save_in_time(fleet, run, limit)
+            if not run.loaded:
+                await load_trainer(fleet, run)
+            if run.ending is not ending:
+                return  # another end, or it could not be loaded at its last step and has to train again
+            artifact = await _save_in_time(fleet, run, limit)
         except TimeoutError as error:
             text = f"saveTimeoutSeconds: no last checkpoint within {limit} s; mend the storage or raise it"
             if ending.outcome == "Complete":
@@ -102,7 +102,8 @@ async def checkpoint(fleet: Fleet, run: Run, partial: bool = False, limit: float
 
     The trainer copies what is to be saved and goes on; other slots never wait for the disk, and a run that leaves its
     slot meanwhile changes nothing of its copy. One save of a run at a time. A run whose save may have killed a trainer
-    saves while no batch and no load is under way, so that nobody else is taken for it.
+    saves while no other save, no batch and no load is under way, so that nobody else is taken for it; at a stop, where
+    nobody is failed any more, it does not wait for them.
 
     Args:
         fleet: of the run.
@@ -110,7 +111,8 @@ async def checkpoint(fleet: Fleet, run: Run, partial: bool = False, limit: float
         partial: with the groups accumulated since that step, for a run that stops before its batch is full. Also at
             step 0, as step_0: a large batch may take hours. Not with advantage reinforce, whose batches are
             normalised as a whole: there the cursor goes back to the boundary and the groups are sampled again.
-        limit: seconds that the storage may take without ending any checkpoint; waiting for a batch does not count.
+        limit: seconds that the storage may take without ending any checkpoint; waiting for a batch, or for a save that
+            has to be alone, does not count.
 
     Raises:
         RunError: StorageError, or the run's own fault.
@@ -122,17 +124,20 @@ async def checkpoint(fleet: Fleet, run: Run, partial: bool = False, limit: float
         return run.artifact
     partial = (partial and run.spec.algorithm.advantage != "reinforce") or run.restored_groups > 0
     async with AsyncExitStack() as held:
-        if run.save_deaths > 0:
-            limit = run.spec.save_timeout_seconds if limit is None else limit  # others wait for it
         async with fleet.trainer.patience(limit):
             await held.enter_async_context(state.saving)
             if state.writing is not None:
                 await state.writing.ended()
-            permit = await fleet.trainer.permit()
+        alone = run.save_deaths > 0 and not fleet.stopping
+        if alone:
+            limit = run.spec.save_timeout_seconds if limit is None else limit  # others wait for it
+        await _keep_company(fleet, held, alone, limit)
+        async with fleet.trainer.patience(limit):
+            permit = await fleet.trainer.permit(alone)
         held.callback(permit.release)
-        if alone := run.save_deaths > 0:
-            await held.enter_async_context(fleet.alone)
-            await held.enter_async_context(fleet.accumulating)
+        if partial and not alone:
+            async with state.stepping:
+                pass  # a step that waits for its snapshot: other runs' batches must not wait for it, too
         async with fleet.accumulating if partial and not alone else nullcontext(), state.stepping:
             writing = await _capture(fleet, run, state, permit, partial)
         if not isinstance(writing, Writing):
@@ -144,9 +149,21 @@ async def checkpoint(fleet: Fleet, run: Run, partial: bool = False, limit: float
             fleet.trainer.abandon(run.uid, writing)
             raise
         state.writing = None
-    run.save_deaths = 0
+    if run.save_deaths > 0:
+        fleet.cleared.add(run.uid)
+        run.save_deaths = 0
     log.info("run %s: checkpoint of step %d written", run.uid, artifact.step, extra=about(run.uid, path=artifact.path))
     return artifact
+
+
+async def _keep_company(fleet: Fleet, held: AsyncExitStack, alone: bool, limit: float | None) -> None:
+    """Join the other saves and loads; or wait until none is under way, nor a batch, and let none begin."""
+    if fleet.stopping:
+        return
+    async with fleet.trainer.patience(limit if alone else None):
+        await held.enter_async_context(fleet.company.join(alone))
+    if alone:
+        await held.enter_async_context(fleet.accumulating)
 
 
 async def _capture(fleet: Fleet, run: Run, state: RunState, permit: Permit, partial: bool) -> Writing | Artifact | None:
@@ -179,7 +196,8 @@ async def drain(fleet: Fleet, batch_seconds: float = _BATCH_SECONDS) -> None:
     """Stop the work and checkpoint every live run, side by side; the runtime is about to stop.
 
     The batch under way may end first, and what is accumulated then is saved too. When it takes longer than
-    `batch_seconds`, each run is saved as of its last step.
+    `batch_seconds`, each run is saved as of its last step. Runs whose save may kill the trainer come last: it must cost
+    no other run its checkpoint.
     """
     fleet.stopping = True
     fleet.signal.set()
@@ -191,7 +209,11 @@ async def drain(fleet: Fleet, batch_seconds: float = _BATCH_SECONDS) -> None:
         between = False
         log.warning("the batch under way takes longer than %.0f s; what it holds is not saved", batch_seconds)
     wanted = [r for r in fleet.registry.in_state("PENDING", "ACTIVE", "RETIRING") if r.ending is None or r.ending.save]
-    await asyncio.gather(*(_drain_run(fleet, run, between) for run in wanted if run.loaded))
+    live = [run for run in wanted if run.loaded]
+    await asyncio.gather(*(_drain_run(fleet, run, between) for run in live if run.save_deaths == 0))
+    for run in live:
+        if run.save_deaths > 0 and run.loaded:
+            await _drain_run(fleet, run, between)
 
 
 async def _drain_run(fleet: Fleet, run: Run, between: bool) -> None:

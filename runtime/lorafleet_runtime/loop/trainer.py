@@ -35,35 +35,66 @@ class TrainerLost(Retryable):
         self.saving = saving
 
 
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """A call's place in the queue."""
+
+    limit: float = 0.0
+    timer: asyncio.Timeout | None = None
+    """Of who waits: `limit` seconds from the moment on at which the trainer works on the call."""
+
+    def begin(self) -> None:
+        """The trainer works on it."""
+        if self.timer is not None:
+            self.timer.reschedule(asyncio.get_running_loop().time() + self.limit)
+
+
 @dataclass(slots=True)
 class _Work:
     """What one trainer has been asked; whoever waits for it keeps this, also when the next trainer has its own."""
 
-    queue: list[object] = field(default_factory=list)
+    queue: list[_Ticket] = field(default_factory=list)
     """Calls without an answer, in the order in which the actor works on them."""
     writing: list[str] = field(default_factory=list)
     """Runs with a checkpoint captured and not yet written."""
     saving: frozenset[str] = frozenset()
     """Those of `writing` at the trainer's death."""
 
+    def add(self, ticket: _Ticket) -> None:
+        """A call was sent."""
+        self.queue.append(ticket)
+        if self.queue[0] is ticket:
+            ticket.begin()
+
+    def remove(self, ticket: _Ticket) -> None:
+        """A call was answered."""
+        self.queue.remove(ticket)
+        if self.queue:
+            self.queue[0].begin()
+
 
 class Permit:
-    """One of the `_SAVES_AT_ONCE` places, given back once."""
+    """One or all of the `_SAVES_AT_ONCE` places, given back once."""
 
-    def __init__(self, places: asyncio.Semaphore) -> None:
-        self._places: asyncio.Semaphore | None = places
+    def __init__(self, places: asyncio.Semaphore, count: int = 0) -> None:
+        self._places = places
+        self._count = count
+
+    async def take(self) -> None:
+        """Wait for one place more."""
+        await self._places.acquire()
+        self._count += 1
 
     def release(self) -> None:
-        """Give the place back; nothing happens when it is given back or handed over already."""
-        places, self._places = self._places, None
-        if places is not None:
-            places.release()
+        """Give back what there is; nothing happens when it is given back or handed over already."""
+        count, self._count = self._count, 0
+        for _ in range(count):
+            self._places.release()
 
     def hand_over(self) -> "Permit":
-        """The place, for somebody else to give back."""
-        assert self._places is not None
-        places, self._places = self._places, None
-        return Permit(places)
+        """The same places, for somebody else to give back."""
+        count, self._count = self._count, 0
+        return Permit(self._places, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +181,24 @@ class TrainerHandle:
         await self._ready.wait()
         return await self._queued(self._actor, getattr(self._actor, method).remote(*args))
 
-    def _queued(self, actor: Any, reference: Any) -> Coroutine[Any, Any, Any]:
+    async def call_within(self, limit: float, method: str, *args: object) -> Any:
+        """As `call`; waiting for a trainer, and for what it was asked before, takes no time.
+
+        Raises:
+            TimeoutError: it has worked on this call for `limit` seconds; it goes on with it.
+        """
+        await self._ready.wait()
+        async with asyncio.timeout(None) as timer:
+            ticket = _Ticket(limit, timer)
+            return await self._queued(self._actor, getattr(self._actor, method).remote(*args), ticket)
+
+    def _queued(self, actor: Any, reference: Any, ticket: _Ticket | None = None) -> Coroutine[Any, Any, Any]:
         """The answer to a call that was sent just now."""
-        ticket = object()
-        self._work.queue.append(ticket)
+        ticket = ticket or _Ticket()
+        self._work.add(ticket)
         return self._answer(actor, reference, ticket, self._work)
 
-    async def _answer(self, actor: Any, reference: Any, ticket: object, work: _Work) -> Any:
+    async def _answer(self, actor: Any, reference: Any, ticket: _Ticket, work: _Work) -> Any:
         task = asyncio.ensure_future(call(reference))
         try:
             answer = await asyncio.shield(task)
@@ -165,24 +207,34 @@ class TrainerHandle:
             # The ticket stays in the dead trainer's queue: nobody behind it was executing.
             raise TrainerLost(str(error), work.queue[0] is ticket, work.saving) from error
         except asyncio.CancelledError:  # the trainer works on it all the same, and may die of it
+            ticket.timer = None
             task.add_done_callback(lambda ended: _forget(ended, ticket, work))
             raise
         except Exception as error:
-            work.queue.remove(ticket)
+            work.remove(ticket)
             if work is not self._work:  # condemned meanwhile; what its calls raise says nothing of their runs
                 raise TrainerLost("the trainer was lost while it answered", executing=False) from error
             raise
-        work.queue.remove(ticket)
+        work.remove(ticket)
         self._check_current(actor)
         return answer
 
-    async def permit(self) -> Permit:
+    async def permit(self, alone: bool = False) -> Permit:
         """Wait for a place among the saves, so that their copies do not pile up behind a slow disk.
 
         Taken before a run's `stepping` lock: who waits for the disk must not hold up the run.
+
+        Args:
+            alone: wait for all places: also for writes that nobody else waits for any more. One at a time.
         """
-        await self._places.acquire()
-        return Permit(self._places)
+        permit = Permit(self._places)
+        try:
+            for _ in range(_SAVES_AT_ONCE if alone else 1):
+                await permit.take()
+        except BaseException:
+            permit.release()
+            raise
+        return permit
 
     @contextlib.asynccontextmanager
     async def patience(self, limit: float | None) -> AsyncIterator[None]:
@@ -276,6 +328,27 @@ class TrainerHandle:
         manifest_ref, buffer_ref = actor.export.options(num_returns=2).remote(uid)
         return await self._queued(actor, manifest_ref), buffer_ref
 
+    async def snapshotted(self, ticket: str) -> None:
+        """Wait until a step outlives the trainer that made it, in a lane that no other call waits for.
+
+        Args:
+            ticket: of the step's result.
+
+        Raises:
+            TrainerLost: the trainer died, and perhaps the step with it.
+        """
+        if not self._ready.is_set():
+            raise TrainerLost("the trainer was lost with a step's snapshot", executing=False)
+        actor = self._actor
+        try:
+            known: bool = await call(actor.snapshotted.remote(ticket))
+        except Retryable as error:
+            self._lost(actor)
+            raise TrainerLost(str(error), executing=False) from error
+        if not known:
+            raise TrainerLost("snapshotted: this trainer did not make the step; the one that did was lost", False)
+        self._check_current(actor)
+
     def condemn(self, actor: Any) -> None:
         """Replace a trainer whose state cannot be trusted any more: it raised in the middle of a batch."""
         self._lost(actor, at_work=False)
@@ -287,7 +360,7 @@ class TrainerHandle:
         if at_work:
             work.saving = frozenset(work.writing)
         else:
-            work.queue.insert(0, object())  # none of the calls and saves that end now is why
+            work.queue.insert(0, _Ticket())  # none of the calls and saves that end now is why
         log.error("the trainer died; starting a new one")
         self._ready.clear()
         try:
@@ -311,7 +384,7 @@ class TrainerHandle:
                 return
 
 
-def _forget(ended: asyncio.Future[Any], ticket: object, work: _Work) -> None:
+def _forget(ended: asyncio.Future[Any], ticket: _Ticket, work: _Work) -> None:
     """A call that nobody waited for has ended; one that its trainer died in stays, as for the others."""
     if ended.cancelled() or not isinstance(ended.exception(), Retryable):
-        work.queue.remove(ticket)
+        work.remove(ticket)

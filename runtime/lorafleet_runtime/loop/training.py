@@ -7,8 +7,12 @@ waits for: groups, at most the coalesce wait unblocked by: a finished group
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from pydantic.alias_generators import to_camel
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable, RunError, unforeseen
@@ -21,7 +25,16 @@ from lorafleet_runtime.loop.saving import checkpoint
 from lorafleet_runtime.loop.trainer import TrainerLost
 from lorafleet_runtime.loop.whiten import whitening
 from lorafleet_runtime.registry.run import Run
-from lorafleet_runtime.types import BatchResult, PromptGroup, RunBatchStats, RunFault, StepResult
+from lorafleet_runtime.types import (
+    BatchResult,
+    Cursor,
+    Manifest,
+    PolicySums,
+    PromptGroup,
+    RunBatchStats,
+    RunFault,
+    StepResult,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +62,7 @@ async def _train_on(fleet: Fleet, groups: list[PromptGroup]) -> None:
             fleet.suspects.discard(run.uid)
     except TrainerLost as error:
         if error.executing:
-            _suspect(fleet, {g.uid for g in groups}, str(error), certain=not error.saving)
+            _suspect(fleet, {g.uid for g in groups}, str(error), error.saving)
     except Retryable as error:
         log.info("training: %s; its runs load again", error)
     except Exception as error:
@@ -167,20 +180,37 @@ def commit(fleet: Fleet, groups: list[PromptGroup], result: BatchResult) -> list
         for group in mine:
             state.tracker.consume(group.index)
         rewards = [s.reward for g in mine for s in g.samples]
-        mismatch = (stats[uid].mismatch_sum, stats[uid].mismatch_tokens) if uid in stats else (0.0, 0)
-        if fleet.registry.commit(uid, len(mine), rewards, mismatch):
+        policy = stats[uid].policy if uid in stats else PolicySums()
+        if fleet.registry.commit(uid, len(mine), rewards, policy):
             full.append(run)  # a suspect until its step is through, too
         else:
             fleet.suspects.discard(uid)
     return full
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A step that the trainer has made and nobody has been told of."""
+
+    result: StepResult
+    cursor: Cursor
+    """The groups consumed up to and with it."""
+    exported: tuple[Manifest, Any] | None
+    """Its version for the engines, where one is wanted."""
+
+
 async def step(fleet: Fleet, run: Run) -> None:
-    """One optimizer step of one run; its new version goes out in the background."""
+    """One optimizer step of one run; its new version goes out in the background.
+
+    The step counts once its snapshot is written, for a trainer that dies before takes it along: no step that was told
+    of, and no version that an engine serves, is ever made again with other weights. The next batch does not wait for
+    that. Until then the run holds `stepping`, and its batch stays full, so it is given no group.
+    """
     state = fleet.state(run)
     if state is None or not _may_step(run):
         return  # it ended while its batch was training
-    async with state.stepping:
+    async with AsyncExitStack() as held:
+        await held.enter_async_context(state.stepping)
         if fleet.state(run) is not state or not _may_step(run) or not run.loaded:
             return  # the trainer was lost while this waited
         cursor = state.tracker.cursor
@@ -188,25 +218,66 @@ async def step(fleet: Fleet, run: Run) -> None:
         if isinstance(outcome, RunFault):
             fleet.registry.fail(outcome)
             return
-        state.step_cursor = cursor
-        groups = [_whitened(state, group) for group in state.taken]
-        state.taken.clear()
-        fleet.metrics.observe_step(run, time.time())
-        last = fleet.registry.stepped(outcome, time.time())
-        _record(fleet, run, outcome, groups)
-        if outcome.unrecorded:
-            log.error("run %s: %s", run.uid, outcome.unrecorded, extra=about(run.uid))
-            fleet.registry.not_saved(run.uid, outcome.unrecorded, again="")
-    if last or run.state != "ACTIVE":
-        return  # the lifecycle task writes the final checkpoint
-    manifest, buffer = await fleet.trainer.export(run.uid)
-    fleet.spawn(_publish(fleet, run, run.trainer_version, manifest, buffer), f"publishing run {run.uid}")
+        exported = None
+        if run.state == "ACTIVE" and (run.target_step is None or outcome.step < run.target_step):
+            exported = await fleet.trainer.export(run.uid)  # now, and not behind the next batch
+        finishing = _finish(fleet, run, state, _Made(outcome, cursor, exported), held.pop_all())
+    if outcome.snapshot:
+        fleet.spawn(finishing, f"step {outcome.step} of run {run.uid}")
+    else:
+        await finishing
+
+
+async def _finish(fleet: Fleet, run: Run, state: RunState, made: _Made, stepping: AsyncExitStack) -> None:
+    """Count a step, publish its version, and save it where that is due.
+
+    Args:
+        fleet: of the run.
+        run: whose trainer made the step.
+        state: of its incarnation.
+        made: the step.
+        stepping: the run's lock, held.
+    """
+    try:
+        async with stepping:
+            if made.result.snapshot:
+                await fleet.trainer.snapshotted(made.result.snapshot)
+            if fleet.state(run) is not state or not run.loaded or run.state not in ("ACTIVE", "RETIRING"):
+                return  # it was taken from its slot meanwhile, and this step with it
+            if _count(fleet, run, state, made) or run.state != "ACTIVE":
+                return  # the lifecycle task writes the final checkpoint
+            n = run.trainer_version
+            manifest, buffer = made.exported or await fleet.trainer.export(run.uid)
+    except Retryable as error:
+        log.info("run %s: step %d: %s; it loads again", run.uid, made.result.step, error, extra=about(run.uid))
+        return
+    except Exception as error:  # a background task's border: the run would wait for this step for ever
+        log.exception("run %s: step %d raised", run.uid, made.result.step, extra=about(run.uid))
+        if fleet.state(run) is state:
+            fault = error.fault(run.uid) if isinstance(error, RunError) else unforeseen(run.uid, error)
+            fleet.registry.fail(fault)
+        return
+    fleet.spawn(_publish(fleet, run, n, manifest, buffer), f"publishing run {run.uid}")
     if fleet.stopping:
         return  # whoever stops saves every run
     if state.save_due or run.step % run.spec.checkpoint.interval_steps == 0:
         state.save_due = state.saving.locked()  # the one before is still on its way
         if not state.save_due:
             fleet.spawn(_checkpoint(fleet, run, state), f"saving run {run.uid}")
+
+
+def _count(fleet: Fleet, run: Run, state: RunState, made: _Made) -> bool:
+    """Tell everybody of a step. True when it was the last."""
+    state.step_cursor = made.cursor
+    groups = [_whitened(state, group) for group in state.taken]
+    state.taken.clear()
+    fleet.metrics.observe_step(run, time.time())
+    last = fleet.registry.stepped(made.result, time.time())
+    _record(fleet, run, made.result, groups)
+    if made.result.unrecorded:
+        log.error("run %s: %s", run.uid, made.result.unrecorded, extra=about(run.uid))
+        fleet.registry.not_saved(run.uid, made.result.unrecorded, again="")
+    return last
 
 
 def _may_step(run: Run) -> bool:
@@ -220,7 +291,11 @@ def _may_step(run: Run) -> bool:
 def _record(fleet: Fleet, run: Run, result: StepResult, groups: list[PromptGroup]) -> None:
     """The step and its samples, for people."""
     reward, tokens = run.progress.reward_mean, sum(len(s.token_ids) for g in groups for s in g.samples)
-    figures = about(run.uid, step=result.step, reward=reward, lr=result.lr, gradNorm=result.grad_norm, tokens=tokens)
+    means = {} if run.progress.policy is None else asdict(run.progress.policy)
+    figures = about(
+        run.uid, step=result.step, reward=reward, lr=result.lr, gradNorm=result.grad_norm, tokens=tokens,
+        **{to_camel(name): value for name, value in means.items()},
+    )  # fmt: skip
     log.info("run %s: step %d of %s", run.uid, result.step, run.target_step, extra=figures)
     directory = fleet.directory(run)
     lines = cut_samples(result.step, groups)  # a job that waits for a slow disk must not keep the groups
@@ -262,18 +337,18 @@ async def _checkpoint(fleet: Fleet, run: Run, state: RunState) -> None:
             fleet.registry.checkpointed(run.uid, artifact)
 
 
-def _suspect(fleet: Fleet, among: set[str], why: str, certain: bool = True) -> None:
+def _suspect(fleet: Fleet, among: set[str], why: str, saving: Collection[str] = ()) -> None:
     """The trainer died while it worked for these: they train alone from now on; one that kills it alone is failed.
 
     Args:
         fleet: of the runs.
         among: runs of the batch.
         why: for people.
-        certain: no save was on its way, which may have been why. Saves under suspicion are made alone, so a run that
-            was alone with one twice is counted the second time.
+        saving: runs with a save on its way, which may have been why. Saves under suspicion are made beside no batch, so
+            a suspect is counted where these had theirs before.
     """
     uids = sorted(among)
-    certain = certain or among <= fleet.suspects
+    certain = not fleet.may_be_for_a_save(among, saving)
     fleet.suspects.update(uids)
     log.error("the trainer died while it worked for %s (%s)", ", ".join(uids), why)
     if len(uids) > 1 or not certain:

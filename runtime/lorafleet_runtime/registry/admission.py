@@ -3,10 +3,11 @@
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
-from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec, resolve_spec
+from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec, Algorithm, resolve_spec
 from lorafleet_runtime.errors import RunError
 
 MIN_TEMPERATURE = 0.01
@@ -90,7 +91,8 @@ def check_limits(spec: AdapterRunSpec, pool: AdapterPoolSpec) -> None:
     if spec.rank > pool.max_rank:
         raise RunError(
             reasons.RANK_TOO_LARGE,
-            f"rank: {spec.rank} is above the pool's maxRank {pool.max_rank}; use a rank of at most {pool.max_rank}",
+            f"rank: {spec.rank} is above the pool's maxRank {pool.max_rank}; use a rank of at most {pool.max_rank}"
+            " (16 is the default)",
         )
     limit = int(pool.defaults.get("maxStaleness", 3))
     if spec.max_staleness > limit:
@@ -127,6 +129,42 @@ def check_limits(spec: AdapterRunSpec, pool: AdapterPoolSpec) -> None:
         raise RunError(reasons.INVALID_SPEC, f"{field}: {value} is not supported by this version; {fix}")
 
 
+def without_effect(spec: AdapterRunSpec, target_step: int | None) -> list[str]:
+    """Settings that are right by themselves and change nothing beside the others, for the run's message.
+
+    Only values other than the default count: whether a default was written or left out makes no difference.
+
+    Args:
+        spec: of the run, resolved.
+        target_step: of the run; None before its data was opened.
+
+    Returns:
+        "FIELD VALUE has no effect: WHY" of each; of a warm-up that is as long as the run, that.
+    """
+    default, algorithm, optimizer = Algorithm(), spec.algorithm, spec.optimizer
+    found: list[tuple[str, Any, str]] = []
+    if optimizer.schedule == "constant" and optimizer.min_lr > 0:
+        found.append(("optimizer.minLr", optimizer.min_lr, "schedule is constant"))
+    names = ("tis_floor", "tis_cap") if algorithm.tis_mode == "Off" else ("clip_low", "clip_high", "dual_clip")
+    for name in names:
+        if (value := getattr(algorithm, name)) != getattr(default, name):
+            found.append((f"algorithm.{to_camel(name)}", value, f"tisMode is {algorithm.tis_mode}"))
+    if algorithm.kl_coef == 0 and algorithm.kl_type != default.kl_type:
+        found.append(("algorithm.klType", algorithm.kl_type, "klCoef is 0"))
+    if spec.init_from is not None:
+        for field, value, plain in (("initScheme", spec.init_scheme, "kaiming"), ("initSeed", spec.init_seed, 0)):
+            if value != plain:
+                found.append((field, value, "initFrom has the matrices"))
+    if spec.num_step is not None and spec.num_epoch is not None:
+        found.append(("numEpoch", spec.num_epoch, "numStep wins"))
+    texts = [f"{field} {value} has no effect: {why}" for field, value, why in found]
+    warmup = optimizer.warmup_steps
+    if target_step is not None and (warmup > target_step or (warmup == target_step and optimizer.schedule != "constant")):
+        what = "lr is never reached" if warmup > target_step else f"{optimizer.schedule} never begins"
+        texts.insert(0, f"optimizer.warmupSteps {warmup} is as long as the run of {target_step} steps: {what}")
+    return texts
+
+
 def check_sampling(spec: AdapterRunSpec) -> None:
     """Refuse sampling whose log-probabilities the trainer does not compute. The trainer asks too.
 
@@ -147,7 +185,7 @@ def check_sampling(spec: AdapterRunSpec) -> None:
 
 
 def _unsupported(spec: AdapterRunSpec) -> list[tuple[str, Any, str]]:
-    """Fields that the schema has and this version refuses: nothing a user sets may be without effect."""
+    """Fields that the schema has and this version refuses: nothing a user sets may be silently without effect."""
     found: list[tuple[str, Any, str]] = []
     if spec.evaluation is not None:
         found.append(("evaluation", "(set)", "remove it"))

@@ -29,7 +29,7 @@ from lorafleet_runtime.registry.admission import check_edit, check_limits, parse
 from lorafleet_runtime.registry.listings import Listings
 from lorafleet_runtime.registry.queue import ordered, place_waiting
 from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL, Ending, Run, may_replace
-from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, RunFault, StepResult
+from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, PolicySums, RunFault, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ class Registry(Listings):
             run.activate(now)
         self._changed()
 
-    def commit(self, uid: str, groups: int, rewards: Iterable[float], mismatch: tuple[float, int]) -> bool:
+    def commit(self, uid: str, groups: int, rewards: Iterable[float], policy: PolicySums) -> bool:
         """Groups of this run went into its accumulator. True when the batch is full and the run must step."""
         run = self.runs[uid]
         if run.accumulated_groups + groups > run.groups_per_step:
@@ -255,8 +255,7 @@ class Registry(Listings):
         for reward in rewards:
             progress.reward_sum += reward
             progress.reward_count += 1
-        progress.mismatch_sum += mismatch[0]
-        progress.mismatch_count += mismatch[1]
+        progress.policy_sums += policy
         self._changed()
         return run.accumulated_groups == run.groups_per_step
 
@@ -321,6 +320,12 @@ class Registry(Listings):
         """A checkpoint could not be written or read, or with `again` empty a step's record not written."""
         if (run := self.runs.get(uid)) is not None and run.state in ("PENDING", "ACTIVE", "RETIRING"):
             run.message = why + again
+            self._changed()
+
+    def ended_without(self, uid: str, what: str) -> None:
+        """Something of a run that leaves its slot is missing; its end says so."""
+        if (run := self.runs.get(uid)) is not None and run.state == "CLEANUP" and run.ending is not None:
+            run.ending.message = run.message = f"{run.ending.message}; {what}"
             self._changed()
 
     def cleaned(self, uid: str) -> bool:

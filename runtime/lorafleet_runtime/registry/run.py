@@ -13,7 +13,8 @@ from lorafleet_api.v1alpha1.wire import (
     PresenceView,
     RunState,
 )
-from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, StepResult, VersionId
+from lorafleet_runtime.registry.admission import without_effect
+from lorafleet_runtime.types import Artifact, DatasetInfo, Loaded, PolicyMeans, PolicySums, StepResult, VersionId
 
 _STEP_TIME_DECAY = 0.7
 
@@ -42,7 +43,8 @@ class Progress:
     reward_mean: float | None = None
     lr: float | None = None
     grad_norm: float | None = None
-    mismatch: float | None = None
+    policy: PolicyMeans | None = None
+    """None also where no group of the step needed the model."""
     last_step_time: float | None = None
     since: float | None = None
     """Start of the step under way: the last step, or this registration."""
@@ -50,8 +52,7 @@ class Progress:
     """Exponential mean over steps."""
     reward_sum: float = 0.0
     reward_count: int = 0
-    mismatch_sum: float = 0.0
-    mismatch_count: int = 0
+    policy_sums: PolicySums = field(default_factory=PolicySums)
     unsaved_means: list[float | None] = field(default_factory=list)
     """Mean reward of each step since the last checkpoint, or since this registration where that was later."""
     buffered: int = 0
@@ -72,14 +73,14 @@ class Progress:
         self.last_step_time = self.since = now
         self.lr, self.grad_norm = result.lr, result.grad_norm
         self.reward_mean = self.reward_sum / self.reward_count if self.reward_count else None
-        self.mismatch = self.mismatch_sum / self.mismatch_count if self.mismatch_count else None
+        self.policy = self.policy_sums.means()
         self.unsaved_means.append(self.reward_mean)
         self.clear_sums()
 
     def clear_sums(self) -> None:
         """Nothing of the next step is accumulated."""
-        self.reward_sum = self.mismatch_sum = 0.0
-        self.reward_count = self.mismatch_count = 0
+        self.reward_sum, self.reward_count = 0.0, 0
+        self.policy_sums = PolicySums()
 
 
 @dataclass(slots=True)
@@ -227,8 +228,9 @@ class Run:
 
     @property
     def training_message(self) -> str:
-        """While it trains."""
-        return "; ".join(filter(None, [f"training in slot {self.slot}", self.note]))
+        """While it trains, with settings that do nothing."""
+        idle = without_effect(self.spec, self.target_step)
+        return "; ".join(filter(None, [f"training in slot {self.slot}", self.note, *idle]))
 
     @property
     def registered(self) -> bool:
@@ -277,7 +279,7 @@ class Run:
             reward_mean=p.reward_mean,
             lr=p.lr,
             grad_norm=p.grad_norm,
-            mismatch=p.mismatch,
+            mismatch=None if p.policy is None else p.policy.mismatch,
             buffered=p.buffered,
             usable_rows=self.dataset.rows if self.dataset else None,
             skipped_rows=self.dataset.skipped if self.dataset else None,

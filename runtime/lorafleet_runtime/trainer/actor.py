@@ -46,10 +46,13 @@ RESOURCE = "lorafleet_trainer"
 _SAVES = "saves"
 """Ray concurrency group of the calls that wait for checkpoints; all other calls keep their order and their thread."""
 
+_SNAPSHOTS = "snapshots"
+"""Of those that wait for snapshots: another disk, another lane."""
+
 _PROCESS = "process"
 """Of the call that must answer also while the storage hangs."""
 
-LANES = {_SAVES: 4, _PROCESS: 1}
+LANES = {_SAVES: 4, _SNAPSHOTS: 4, _PROCESS: 1}
 """Concurrency groups of the actor's class."""
 
 
@@ -138,9 +141,9 @@ class TrainerActor:
             return None  # what cannot be seen is not relied on
         return step_of(newest) if newest is not None and not newest.name.startswith(ASIDE) else None
 
-    def drop(self, uid: str, keep_snapshot: bool = False) -> None:
+    def drop(self, uid: str, keep_snapshot: bool = False) -> str:
         """See TrainerRank.drop."""
-        self._rank.drop(uid, keep_snapshot)
+        return self._rank.drop(uid, keep_snapshot)
 
     def retain(self, uids: list[str]) -> None:
         """See TrainerRank.retain."""
@@ -157,6 +160,11 @@ class TrainerActor:
     def step(self, uid: str, cursor: Cursor, incarnation: str) -> StepResult | RunFault:
         """See TrainerRank.step."""
         return self._rank.step(uid, cursor, incarnation)
+
+    @ray.method(concurrency_group=_SNAPSHOTS)  # type: ignore[untyped-decorator, unused-ignore]
+    def snapshotted(self, ticket: str) -> bool:
+        """See TrainerRank.snapshotted; rank 0 only."""
+        return self._rank.snapshotted(ticket)
 
     def export(self, uid: str) -> tuple[Manifest, bytes] | None:
         """See TrainerRank.export; on rank 0 called with num_returns=2, to keep the buffer in the object store."""

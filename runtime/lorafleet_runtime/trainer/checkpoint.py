@@ -26,6 +26,7 @@ from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.storage import (
     ASIDE,
     CONFIG_FILE,
+    DAMAGED,
     OPTIMIZER_FILE,
     STATE_FILE,
     WEIGHTS_FILE,
@@ -42,6 +43,9 @@ from lorafleet_runtime.types import Artifact, Cursor
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+
+DAMAGED_KEPT = 2
+"""Checkpoints that were set aside as damaged and stay, as evidence."""
 
 PARTIAL_GRAD = "partial_grad"
 """Name of a partial gradient in optimizer.safetensors."""
@@ -146,8 +150,8 @@ class Save:
 
 
 def prune(directory: Path, keep: int, keep_best: bool = False) -> None:
-    """Delete all but the newest `keep` checkpoints, what interrupted writes left, and records that only deleted ones
-    needed. Failures are left for later.
+    """Delete all but the newest `keep` checkpoints, what interrupted writes left, damaged checkpoints but for those set
+    aside last, and records of unfinished steps that only deleted ones needed. Failures are left for later.
 
     Args:
         directory: of the run.
@@ -169,8 +173,17 @@ def prune(directory: Path, keep: int, keep_best: bool = False) -> None:
         for path in directory.glob(".tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
         clean_pending(directory / FOLDER)
+        for path in sorted(directory.glob(f"{DAMAGED}*"), key=_set_aside_at)[:-DAMAGED_KEPT]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            log.info("%s is removed: it is damaged, and %d that were set aside later stay", path, DAMAGED_KEPT)
     except OSError as error:
         log.warning("old checkpoints in %s stay for now (%s)", directory, error)
+
+
+def _set_aside_at(path: Path) -> int:
+    """Nanoseconds: the last part of the name, which a copy of the storage keeps."""
+    time = path.name.rpartition("-")[2]
+    return int(time) if time.isdecimal() else 0
 
 
 def _score(path: Path) -> float | None:

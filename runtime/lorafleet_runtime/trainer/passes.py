@@ -19,11 +19,12 @@ from lorafleet_runtime.trainer.batch import MicroBatch, Work, make_micro_batch, 
 from lorafleet_runtime.trainer.lora import Segment
 from lorafleet_runtime.trainer.losses.head import head_logprobs, head_loss
 from lorafleet_runtime.trainer.losses.policy import PolicyTokens, policy_loss
+from lorafleet_runtime.trainer.losses.statistics import span_statistics
 from lorafleet_runtime.trainer.model import BaseModel
 from lorafleet_runtime.trainer.parallel import Ranks
 from lorafleet_runtime.trainer.shape import ModelShape
 from lorafleet_runtime.trainer.slot import Slot, Tally, observe
-from lorafleet_runtime.types import PromptGroup, RunFault
+from lorafleet_runtime.types import PolicySums, PromptGroup, RunFault
 
 
 def admit(
@@ -96,8 +97,8 @@ def _pass(model: BaseModel, slots: Mapping[int, Slot], tallies: Mapping[int, Tal
             lambda logprob, first, last: policy_loss(logprob, policy.slice(first, last)),
         )
         grad = torch.zeros_like(hidden).index_copy_(0, batch.rows, result.grad_hidden)
-        for number, first, last in batch.spans:
-            observe(tallies[number], result, policy.sampler, first, last)
+        for (number, _, _), found in zip(batch.spans, span_statistics(result, policy, batch.spans), strict=True):
+            observe(tallies[number], found)
         _keep_logprobs(slots, tallies, members, result.logprob)
     torch.autograd.backward(hidden, grad)
     return batch.num_rows
@@ -125,10 +126,10 @@ def _with_reference(model: BaseModel, batch: MicroBatch) -> PolicyTokens:
 
 def _add_up(tallies: Mapping[int, Tally], rows: int, ranks: Ranks) -> int:
     """Sum the tallies over data-parallel ranks, so that all of them count and judge alike. Returns all rows."""
-    mine = [(t.mismatch_sum, t.mismatch_max, t.mismatch_tokens, t.loss_sum, t.finite) for t in tallies.values()]
+    mine = [(t.policy, t.mismatch_max, t.loss_sum, t.finite) for t in tallies.values()]
     found = ranks.gather_from_dp((rows, mine))
     for i, tally in enumerate(tallies.values()):
-        sums, largest, tokens, losses, finite = zip(*(values[i] for _, values in found), strict=True)
-        tally.mismatch_sum, tally.mismatch_max, tally.mismatch_tokens = sum(sums), max(largest), sum(tokens)
+        sums, largest, losses, finite = zip(*(values[i] for _, values in found), strict=True)
+        tally.policy, tally.mismatch_max = sum(sums, PolicySums()), max(largest)
         tally.loss_sum, tally.finite = sum(losses), all(finite)
     return sum(count for count, _ in found)

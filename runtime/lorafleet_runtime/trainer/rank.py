@@ -7,7 +7,6 @@ writes files.
 """
 
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +38,7 @@ from lorafleet_runtime.trainer.restore import newest_state
 from lorafleet_runtime.trainer.slot import Slot, count
 from lorafleet_runtime.trainer.snapshot import Snapshots
 from lorafleet_runtime.trainer.warm_start import init_directory, read_peft_config
-from lorafleet_runtime.trainer.weights import base_digest
+from lorafleet_runtime.trainer.weights import common_digest
 from lorafleet_runtime.types import (
     Artifact,
     BatchResult,
@@ -95,7 +94,7 @@ class TrainerRank:
         self._pool = pool_spec
         self._storage = Path(storage_root)
         self._base_name = pool_spec.base_model.name or pool_spec.base_model.path or model_path
-        self._digest = _common_digest(model_path, ranks)
+        self._digest = common_digest(model_path, ranks)
         dtype = dtype or _DTYPES[pool_spec.base_model.dtype]
         self._model = BaseModel(model_path, dtype, device, ranks, trainer.recompute)
         self._slots: dict[int, Slot] = {}
@@ -163,16 +162,17 @@ class TrainerRank:
             return snapshot, ()
         return newest_state(self._inside(request.checkpoint), snapshot, identity)
 
-    def drop(self, uid: str, keep_snapshot: bool = False) -> None:
-        """Free the run's slot; a run that is not loaded is fine.
+    def drop(self, uid: str, keep_snapshot: bool = False) -> str:
+        """Free the run's slot; a run that is not loaded is fine. Returns what StepRecorder.close does.
 
         Args:
             uid: of the run.
             keep_snapshot: its last steps are in no checkpoint, and it may come back for them.
         """
-        self._free(uid)
+        unrecorded = self._free(uid)
         if not keep_snapshot:
             self._snapshots.remove(uid)
+        return unrecorded
 
     def retain(self, uids: Sequence[str]) -> None:
         """Forget the snapshots of all other runs, and store their records: they ended while nobody could say so."""
@@ -180,11 +180,10 @@ class TrainerRank:
         if self._waiting is not None:
             forward(self._waiting, self._storage, uids, self._defer)
 
-    def _free(self, uid: str) -> None:
-        for slot in self._slots.values():
-            if slot.uid == uid and slot.recorder is not None:
-                slot.recorder.close()
+    def _free(self, uid: str) -> str:
+        recorders = [slot.recorder for slot in self._slots.values() if slot.uid == uid and slot.recorder is not None]
         self._slots = {number: slot for number, slot in self._slots.items() if slot.uid != uid}
+        return "; ".join(filter(None, (recorder.close() for recorder in recorders)))
 
     def slots(self) -> dict[int, str]:
         """Slot number to uid, of every live run."""
@@ -217,9 +216,10 @@ class TrainerRank:
         return BatchResult(tuple(stats), tuple(faults), time.perf_counter() - began, rows)
 
     def step(self, uid: str, cursor: Cursor, incarnation: str = "") -> StepResult | RunFault:
-        """Sum over ranks, divide by the denominator, clip, AdamW; then zero the accumulators and leave a snapshot.
+        """Sum over ranks, divide by the denominator, clip, AdamW; then zero the accumulators, and begin a snapshot.
 
-        With a denominator of 0 (every sample left out) the gradient is 0 and the step counts.
+        The step is safe from this process's death once `snapshotted` has answered for its ticket. With a denominator
+        of 0 (every sample left out) the gradient is 0 and the step counts.
 
         Args:
             uid: a live run.
@@ -248,9 +248,19 @@ class TrainerRank:
         figures = StepFigures(slot.optimizer.step_count, *done, slot.denominator, incarnation, cursor)
         unrecorded = "" if slot.recorder is None else slot.recorder.write(figures, self._ranks)
         slot.discard()
-        if self._keeps_snapshots and (state := slot.state(cursor)) is not None:
-            self._snapshots.write(slot.identity, state)
-        return StepResult(uid, slot.optimizer.step_count, *done, unrecorded)
+        return StepResult(uid, slot.optimizer.step_count, *done, unrecorded, self._keep(slot, cursor))
+
+    def _keep(self, slot: Slot, cursor: Cursor) -> str:
+        """Copy the state after a step and have it written. The ticket on rank 0; empty on the others, and without."""
+        if not self._keeps_snapshots:
+            return ""
+        has_place = self._snapshots.place(slot.uid, slot.optimizer.step_count)
+        state = slot.state(cursor, self._snapshots.copy if has_place else _as_it_is)  # a collective all the same
+        return self._snapshots.add(slot.identity, state) if state is not None and has_place else ""
+
+    def snapshotted(self, ticket: str) -> bool:
+        """Wait for the snapshot of a step; see Snapshots.written. For any thread, on rank 0."""
+        return self._snapshots.written(ticket)
 
     def export(self, uid: str) -> tuple[Manifest, bytes] | None:
         """The run's current adapter for engines, on rank 0; None on the others.
@@ -288,7 +298,7 @@ class TrainerRank:
             raise RunError(reasons.STORAGE_ERROR, f"checkpoint: {directory!r} lies outside the pool's storage")
         retention = retention or Retention(slot.spec.checkpoint.keep, slot.spec.checkpoint.keep_best)
         adapter = slot.adapter
-        state = slot.state(cursor, copy=True)
+        state = slot.state(cursor)
         unfinished = partial and slot.groups > 0
         sums = slot.partial() if unfinished else None
         recorder = slot.recorder if unfinished else None
@@ -372,25 +382,6 @@ class TrainerRank:
             raise RuntimeFault("the trainer failed in the middle of a batch; start it again and reload its runs")
 
 
-def _common_digest(model_path: str, ranks: Ranks) -> str:
-    """Fingerprint of the base model, read once per host.
-
-    Raises:
-        ConfigError: the hosts have different files; their ranks would compute different gradients.
-    """
-    hosts = ranks.gather(socket.gethostname())
-    reads = hosts.index(hosts[ranks.rank]) == ranks.rank
-    found = ranks.gather(base_digest(model_path) if reads else "")
-    by_host = {host: digest for host, digest in zip(hosts, found, strict=True) if digest}
-    if len(set(by_host.values())) > 1:
-        text = ", ".join(f"{digest[:12]} on {host}" for host, digest in sorted(by_host.items()))
-        raise ConfigError(
-            f"baseModel: {model_path} has other files on other hosts ({text}); give all the same revision"
-        )
-    digest: str = found[0]
-    return digest
-
-
 def _check_stored(state: TrainState, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if not checkpoints.same_layout(state, torch.empty(shape, dtype=dtype, device="meta")):
         text = f"the state of step {state.step}: its tensors do not fit this base model; start a new run"
@@ -398,3 +389,7 @@ def _check_stored(state: TrainState, shape: tuple[int, ...], dtype: torch.dtype)
     if not checkpoints.is_finite(state):
         text = f"the state of step {state.step} holds values that are not finite; start a new run"
         raise RunError(reasons.NON_FINITE, text)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

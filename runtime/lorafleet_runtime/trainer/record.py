@@ -97,10 +97,18 @@ class StepRecorder:
         self._begin(self._outbox)
         self._outbox.send()
 
-    def close(self) -> None:
-        """The run leaves its slot."""
-        if self._outbox is not None:
-            self._outbox.close()
+    def close(self) -> str:
+        """The run leaves its slot.
+
+        Returns:
+            What went wrong since the last step, for people; "" when nothing did. What waits on the node for storage is
+            tried once more, and how that goes is in the trainer's log.
+        """
+        if self._outbox is None:
+            return ""
+        notes = self._outbox.notes()
+        self._outbox.close()
+        return f"{_told(notes)}; what waits there was tried once more when the run left its slot" if notes else ""
 
     def add(
         self, groups: Sequence[PromptGroup], mine: Sequence[PromptGroup], logprobs: Mapping[tuple[int, int], Tensor]
@@ -152,7 +160,7 @@ class StepRecorder:
             notes.append(f"the record of step {figures.step} cannot be written to {out.place} ({error})")
         out.send()
         notes = [*out.notes(), *notes]
-        return f"recordSteps: {'; '.join(notes)}; replay will stop there; free space or fix it" if notes else ""
+        return _told(notes)
 
     def pending(self, step: int, ranks: Ranks) -> PendingRecord | None:
         """The groups of the unfinished step `step`, for a checkpoint that holds their gradient; a collective."""
@@ -196,6 +204,10 @@ class StepRecorder:
 
     def _tensors(self) -> dict[str, Tensor]:
         return flatten(self._groups, self._logprobs, self._dtype, self._mask_truncated)
+
+
+def _told(notes: Sequence[str]) -> str:
+    return f"recordSteps: {'; '.join(notes)}; replay will stop there; free space or fix it" if notes else ""
 
 
 _PLACEHOLDER = PromptGroup("", VersionId("", "", 0), -1, (), ())

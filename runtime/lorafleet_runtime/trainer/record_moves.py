@@ -123,7 +123,7 @@ class Outbox:
             if self._folder is not None:
                 self._empty(self.place)
         except OSError as error:
-            waiting = "" if self.durable else "; what waits on the trainer's node is tried again with the next step"
+            waiting = "" if self.durable else "; they wait on the trainer's node and are tried again with the next step"
             self._tell(f"records cannot be written to {self._directory} ({error}){waiting}")
         if self._closed and self._folder is not None:
             for path in (self.place, self._folder):

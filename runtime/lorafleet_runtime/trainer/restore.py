@@ -5,7 +5,7 @@ something else is refused by name. Knows neither slots nor the model.
 """
 
 import json
-import uuid
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lorafleet_api.v1alpha1 import reasons
-from lorafleet_runtime.errors import RunError
+from lorafleet_runtime.errors import Damaged, RunError
 from lorafleet_runtime.storage import DAMAGED, OPTIMIZER_FILE, STATE_FILE, step_directories, step_of, sync_directory
 from lorafleet_runtime.trainer.checkpoint import FORMAT, PARTIAL_GRAD, Identity, Partial, TrainState, describe
 from lorafleet_runtime.types import Cursor
@@ -28,17 +28,13 @@ _FIXES = {
 _FIX = "restore the setting, or start a new run"
 
 
-class Damaged(RunError):
-    """A checkpoint's own files are missing, cut or changed; reason StorageError."""
-
-
 def newest_state(
     newest: Path | None, snapshot: TrainState | None, identity: Identity
 ) -> tuple[TrainState | None, tuple[str, ...]]:
     """The newest state to go on from; of one step, the checkpoint goes before the snapshot.
 
     A checkpoint whose files are damaged must not strand a run that has an older one, nor be passed over in silence: it
-    is set aside as .damaged-step_N, where neither a later load nor `prune` takes it for one, and told of.
+    is set aside as .damaged-step_N-TIME, where neither a later load nor `prune` takes it for one, and told of.
 
     Args:
         newest: the run's newest step_N, whole or not; None where there is none.
@@ -49,8 +45,8 @@ def newest_state(
         (the state, or None where the run has neither; what was passed over and why).
 
     Raises:
-        RunError: CheckpointMismatch naming the field that differs; StorageError when every checkpoint is damaged
-            (starting afresh would be silent loss: nothing is set aside then), or storage cannot be read.
+        Damaged: every checkpoint is (starting afresh would be silent loss: nothing is set aside then).
+        RunError: CheckpointMismatch naming the field that differs; StorageError when storage cannot be read.
     """
     state, damaged = snapshot, list[tuple[Path, str]]()
     for path in [] if newest is None else _candidates(newest):
@@ -62,8 +58,9 @@ def newest_state(
         except Damaged as error:
             damaged.append((path, error.message))
     if state is None and damaged:
-        text = "; ".join(message for _, message in damaged)
-        raise RunError(reasons.STORAGE_ERROR, f"{text}. Restore one, or remove the run's directory to start afresh")
+        text, where = "; ".join(message for _, message in damaged), damaged[0][0].parent
+        fix = f"Restore the files of one of them, or remove {where} to start afresh; then run it again"
+        raise Damaged(reasons.STORAGE_ERROR, f"{text}. {fix}")
     return state, tuple(f"{message}; set aside as {_set_aside(path).name}" for path, message in damaged)
 
 
@@ -90,7 +87,7 @@ def _candidates(newest: Path) -> list[Path]:
 
 
 def _set_aside(path: Path) -> Path:
-    aside = path.with_name(f"{DAMAGED}step_{step_of(path)}-{uuid.uuid4().hex[:8]}")
+    aside = path.with_name(f"{DAMAGED}step_{step_of(path)}-{time.time_ns()}")
     try:
         if path.exists():
             path.rename(aside)
@@ -111,9 +108,8 @@ def read_checkpoint(path: Path, identity: Identity) -> TrainState:
     try:
         stored = json.loads((path / STATE_FILE).read_text())
         check_identity(path, stored, identity)
-        for name, about in stored["files"].items():
-            if describe(path / name) != about:
-                raise ValueError(f"{name} is not what state.json says")
+        if wrong := [name for name, about in stored["files"].items() if not _is_as_written(path / name, about)]:
+            raise ValueError(f"{', '.join(wrong)}: not what state.json says")
         tensors = load_file(path / OPTIMIZER_FILE)
         cursor = Cursor(stored["cursor"]["low"], tuple(stored["cursor"]["consumed"]))
         return TrainState(
@@ -134,6 +130,13 @@ def read_checkpoint(path: Path, identity: Identity) -> TrainState:
     except OSError as error:  # it may be whole: going on from an older one would lose steps for a passing fault
         text = f"checkpoint {path} cannot be read ({error}); fix the storage, or move it away to go on without it"
         raise RunError(reasons.STORAGE_ERROR, text) from error
+
+
+def _is_as_written(path: Path, about: dict[str, Any]) -> bool:
+    try:
+        return describe(path) == about
+    except FileNotFoundError:
+        return False
 
 
 def _partial(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Partial | None:

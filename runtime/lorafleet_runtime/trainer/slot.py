@@ -3,6 +3,7 @@
 Called by rank.py. Nothing here runs the model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +13,11 @@ from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.trainer.checkpoint import Identity, Partial, TrainState
 from lorafleet_runtime.trainer.lora import SlotAdapter
 from lorafleet_runtime.trainer.losses import reduction
-from lorafleet_runtime.trainer.losses.head import HeadResult
 from lorafleet_runtime.trainer.losses.policy import LossParams
+from lorafleet_runtime.trainer.losses.statistics import SpanStatistics
 from lorafleet_runtime.trainer.optimizer import SlotOptimizer
 from lorafleet_runtime.trainer.record import StepRecorder
-from lorafleet_runtime.types import Cursor, PromptGroup, RunBatchStats
+from lorafleet_runtime.types import Cursor, PolicySums, PromptGroup, RunBatchStats
 
 
 @dataclass(slots=True)
@@ -64,18 +65,18 @@ class Slot:
             torch.stack([host(s) for s in sums]), self.denominator, self.groups, self.reward_sum, self.samples
         )
 
-    def state(self, cursor: Cursor, copy: bool = False) -> TrainState | None:
+    def state(self, cursor: Cursor, copy: Callable[[Tensor], Tensor] | None = None) -> TrainState | None:
         """Everything that the run needs to go on from its last step, on rank 0; None on the others. A collective.
 
         Args:
             cursor: the prompt groups consumed up to that step.
-            copy: the tensors must outlive the slot's next step.
+            copy: to the host, of a tensor that the slot's next step changes; None is `host`.
         """
         whole: list[Tensor] = []
         for own in (self.adapter.master, *self.optimizer.moments):
             full = self.adapter.shares.complete(own)
             if full is not None:
-                whole.append(host(full) if copy else full.detach().cpu())
+                whole.append((copy or host)(full))
         if not self.adapter.ranks.is_first:
             return None
         master, exp_avg, exp_avg_sq = whole
@@ -119,23 +120,20 @@ class Tally:
     """All of them."""
     mine: list[PromptGroup]
     """Those that this rank computes."""
-    mismatch_sum: float = 0.0
+    policy: PolicySums = field(default_factory=PolicySums)
     mismatch_max: float = 0.0
-    mismatch_tokens: int = 0
     loss_sum: float = 0.0
     finite: bool = True
     logprobs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Of a run that records: by the identities of a prompt and a sample in `mine`."""
 
 
-def observe(tally: Tally, result: HeadResult, sampler: Tensor, first: int, last: int) -> None:
+def observe(tally: Tally, found: SpanStatistics) -> None:
     """Add one pass's tokens of one run."""
-    gap = (result.logprob[first:last] - sampler[first:last]).abs()
-    tally.mismatch_sum += float(gap.sum())
-    tally.mismatch_max = max(tally.mismatch_max, float(gap.max()))
-    tally.mismatch_tokens += last - first
-    tally.loss_sum += float(result.loss[first:last].sum())
-    tally.finite = tally.finite and bool(torch.isfinite(result.logprob[first:last]).all())
+    tally.policy += found.policy
+    tally.mismatch_max = max(tally.mismatch_max, found.mismatch_max)
+    tally.loss_sum += found.loss
+    tally.finite = tally.finite and found.finite
 
 
 def count(slot: Slot, tally: Tally) -> RunBatchStats:
@@ -154,9 +152,8 @@ def count(slot: Slot, tally: Tally) -> RunBatchStats:
         groups=len(tally.groups),
         samples=len(samples),
         tokens=tokens,
-        mismatch_sum=tally.mismatch_sum,
+        policy=tally.policy,
         mismatch_max=tally.mismatch_max,
-        mismatch_tokens=tally.mismatch_tokens,
         loss_sum=tally.loss_sum,
         response_tokens=sum(len(s.token_ids) for s in samples),
     )

@@ -88,8 +88,11 @@ def read_peft_config(directory: Path, rank: int, alpha: int) -> bool:
     path = directory / CONFIG_FILE
     try:
         config = json.loads(read_regular(path, _CONFIG_BYTES))
+    except FileNotFoundError as error:
+        raise init_error(f"{path} does not exist; {_where(directory)}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise init_error(f"{path} cannot be read ({error}); give a PEFT adapter directory") from error
+        why = getattr(error, "strerror", None) or error  # str(error) of an OSError would repeat the path
+        raise init_error(f"{path} cannot be read ({why}); give a PEFT adapter directory") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise init_error(f"{path}: peft_type is no LORA; only plain LoRA adapters can be trained further")
     for field in sorted(config.keys() - _HARMLESS):
@@ -104,6 +107,15 @@ def read_peft_config(directory: Path, rank: int, alpha: int) -> bool:
                 f"{path}: {field} is {config.get(field)!r}, the run's {name} {wanted}; set {name} to match"
             )
     return bool(config.get("use_rslora", False))
+
+
+def _where(directory: Path) -> str:
+    """What to give instead of a directory without an adapter_config.json: of a run, its newest checkpoint."""
+    found = [path for path in directory.glob("step_*") if path.name[5:].isdigit() and (path / CONFIG_FILE).is_file()]
+    if found:
+        newest = max(found, key=lambda path: int(path.name[5:]))
+        return f"this is a run's directory: give one of its checkpoints, as {newest.name}"
+    return "give a PEFT adapter directory, relative to the pool's storage; of a run NAMESPACE/NAME/UID/step_N"
 
 
 def check_tensors(directory: Path, layout: Sequence[FlatTensor]) -> None:

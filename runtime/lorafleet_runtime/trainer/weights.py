@@ -5,6 +5,7 @@ Called by model.py with a destination for every expected key. Knows files and ke
 
 import hashlib
 import json
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lorafleet_runtime.errors import ConfigError
+from lorafleet_runtime.trainer.parallel import Ranks
 
 INDEX = "model.safetensors.index.json"
 _digests: dict[tuple[tuple[str, int, int], ...], str] = {}
@@ -51,6 +53,25 @@ def base_digest(directory: str | Path) -> str:
                 total.update(hashlib.file_digest(stream, "sha256").digest())
         _digests[key] = total.hexdigest()
     return _digests[key]
+
+
+def common_digest(model_path: str, ranks: Ranks) -> str:
+    """Fingerprint of the base model, read once per host.
+
+    Raises:
+        ConfigError: the hosts have different files; their ranks would compute different gradients.
+    """
+    hosts = ranks.gather(socket.gethostname())
+    reads = hosts.index(hosts[ranks.rank]) == ranks.rank
+    found = ranks.gather(base_digest(model_path) if reads else "")
+    by_host = {host: digest for host, digest in zip(hosts, found, strict=True) if digest}
+    if len(set(by_host.values())) > 1:
+        text = ", ".join(f"{digest[:12]} on {host}" for host, digest in sorted(by_host.items()))
+        raise ConfigError(
+            f"baseModel: {model_path} has other files on other hosts ({text}); give all the same revision"
+        )
+    digest: str = found[0]
+    return digest
 
 
 class Target(NamedTuple):

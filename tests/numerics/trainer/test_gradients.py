@@ -107,8 +107,8 @@ def test_mismatch_statistics_compare_trainer_and_sampler(qwen3: Path, tmp_path: 
                 gaps.append((logprobs(peft, group, sample, 1.0) - torch.tensor(sample.sampler_logprobs)).abs())
     (stats,) = rank.accumulate(groups).stats
     gap = torch.cat(gaps)
-    assert stats.mismatch_tokens == stats.tokens == stats.response_tokens == len(gap)
-    assert stats.mismatch_sum == pytest.approx(float(gap.sum()), rel=1e-5)
+    assert stats.policy.tokens == stats.tokens == stats.response_tokens == len(gap)
+    assert stats.policy.mismatch == pytest.approx(float(gap.sum()), rel=1e-5)
     assert stats.mismatch_max == pytest.approx(float(gap.max()), rel=1e-5)
 
 

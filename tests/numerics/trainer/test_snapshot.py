@@ -30,6 +30,7 @@ def step(rank: TrainerRank, uid: str, number: int) -> StepResult:
     assert not rank.accumulate(make_groups(uid, seed=number)).faults
     result = rank.step(uid, Cursor(2 * number + 2, (2 * number + 5,)), "4.2")
     assert not isinstance(result, RunFault)
+    assert rank.snapshotted(result.snapshot)
     return result
 
 

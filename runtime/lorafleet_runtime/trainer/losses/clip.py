@@ -32,8 +32,26 @@ def clipped_loss(
         [N]. |logprob - old| above 20 counts as 20 and has slope 0: exp would overflow, and the zero gradient of the
         clipped branch would become 0 x inf.
     """
-    ratio = (logprob - old).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratio = _ratio(logprob, old)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantage * ratio, -advantage * clipped)
     bounded = torch.minimum(loss, -advantage * dual_clip)
     return torch.where(advantage < 0, bounded, loss)
+
+
+def stopped(
+    logprob: Tensor, old: Tensor, advantage: Tensor, clip_low: Tensor, clip_high: Tensor, dual_clip: Tensor
+) -> Tensor:
+    """Which tokens have no gradient because of a clip; arguments as for `clipped_loss`.
+
+    [N] bool: r > 1 + clip_high where A > 0; r < 1 - clip_low or r > dual_clip where A < 0. A token with A = 0 has no
+    gradient that a clip could stop. These are the tokens of verl's actor/pg_clipfrac and actor/pg_clipfrac_lower
+    together; without dual clip also those of TRL's clip_ratio/region_mean.
+    """
+    ratio = _ratio(logprob, old)
+    above, below = ratio > 1 + clip_high, (ratio < 1 - clip_low) | (ratio > dual_clip)
+    return (advantage > 0) & above | (advantage < 0) & below
+
+
+def _ratio(logprob: Tensor, old: Tensor) -> Tensor:
+    return (logprob - old).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()

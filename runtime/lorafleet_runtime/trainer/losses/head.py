@@ -46,10 +46,22 @@ class Vocabulary(NamedTuple):
 
     def log_total(self, logits: Tensor) -> Tensor:
         """[n]: log of the sum of exponentials over the whole vocabulary."""
-        if self.ranks.tp == 1:
-            return logits.logsumexp(dim=-1)
+        _, total, largest = self._exponentials(logits)
+        return total.log() + largest
+
+    def log_total_and_mean(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """[n]: as `log_total`; [n]: this rank's addend to the mean logit under the softmax, the sum of p x logit."""
+        exponentials, total, largest = self._exponentials(logits)
+        return total.log() + largest, exponentials.mul_(logits).sum(dim=-1).div_(total)
+
+    def _exponentials(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """exp(logits - largest) [n, own vocabulary], their sum [n] and the largest logit [n] over all ranks.
+
+        As torch.logsumexp does it, bit for bit; that makes the same buffer and throws it away.
+        """
         largest = self.ranks.max_over_tp(logits.amax(dim=-1))
-        return self.ranks.sum_over_tp((logits - largest[:, None]).exp().sum(dim=-1)).log() + largest
+        exponentials = (logits - largest[:, None]).exp_()
+        return exponentials, self.ranks.sum_over_tp(exponentials.sum(dim=-1)), largest
 
     def locate(self, label: Tensor) -> tuple[Tensor, Tensor]:
         """[N] columns of the labels on this rank, and [N] whether they are here; elsewhere the column is 0."""
@@ -72,6 +84,8 @@ class HeadResult(NamedTuple):
     """[N]."""
     loss: Tensor
     """[N], detached."""
+    entropy: Tensor
+    """[N], nats: of the whole distribution that the token was drawn from, at the sampler's temperature."""
     grad_hidden: Tensor
     """[U, hidden]: gradient of the summed loss."""
 
@@ -86,12 +100,12 @@ def head_loss(hidden: Tensor, vocabulary: Vocabulary, tokens: HeadTokens, loss: 
         loss: any differentiable function of a token's log-probability, evaluated on a leaf.
     """
     grad = torch.empty_like(hidden)
-    logprobs, losses = [], []
+    logprobs, losses, log_totals, means = [], [], [], []
     for start, end, first, last in _chunks(hidden, vocabulary, tokens):
         scale = tokens.inverse_temperature[start:end, None]
         logits = vocabulary.logits(hidden[start:end], scale)
         row, label = tokens.row[first:last] - start, tokens.label[first:last]
-        log_total = vocabulary.log_total(logits)
+        log_total, mean = vocabulary.log_total_and_mean(logits)
         logprob = vocabulary.pick(logits, row, label) - log_total[row]
         leaf = logprob.detach().requires_grad_(True)
         with torch.enable_grad():
@@ -105,7 +119,11 @@ def head_loss(hidden: Tensor, vocabulary: Vocabulary, tokens: HeadTokens, loss: 
         grad[start:end] = d.mul_(scale).to(vocabulary.weight.dtype) @ vocabulary.weight
         logprobs.append(logprob)
         losses.append(value.detach())
-    return HeadResult(torch.cat(logprobs), torch.cat(losses), vocabulary.ranks.sum_over_tp(grad))
+        log_totals.append(log_total)
+        means.append(mean)
+    # -sum p log p = log_total - sum p x logit; a rounding error below 0 would read as a mistake
+    entropy = (torch.cat(log_totals) - vocabulary.ranks.sum_over_tp(torch.cat(means))).clamp_(min=0)[tokens.row]
+    return HeadResult(torch.cat(logprobs), torch.cat(losses), entropy, vocabulary.ranks.sum_over_tp(grad))
 
 
 def head_logprobs(hidden: Tensor, vocabulary: Vocabulary, tokens: HeadTokens) -> Tensor:

@@ -30,6 +30,15 @@ def mismatch_weight(trainer: Tensor, sampler: Tensor, mode: Tensor, floor: Tenso
     """
     ratio = (trainer - sampler).detach().exp()
     clamped = torch.minimum(torch.maximum(ratio, floor), cap)
-    outside = (mode == MASK) & ((ratio > cap) | (ratio < floor))
-    weight = torch.where(outside, torch.zeros_like(clamped), clamped)
+    masked = (mode == MASK) & _outside(ratio, floor, cap)
+    weight = torch.where(masked, torch.zeros_like(clamped), clamped)
     return torch.where(mode == OFF, torch.ones_like(weight), weight)
+
+
+def corrected(trainer: Tensor, sampler: Tensor, mode: Tensor, floor: Tensor, cap: Tensor) -> Tensor:
+    """[N] bool: whose weight is not w, because Clip truncated or Mask zeroed it; arguments as for `mismatch_weight`."""
+    return (mode != OFF) & _outside((trainer - sampler).exp(), floor, cap)
+
+
+def _outside(ratio: Tensor, floor: Tensor, cap: Tensor) -> Tensor:
+    return (ratio > cap) | (ratio < floor)

@@ -96,9 +96,13 @@ def policy_loss(logprob: Tensor, tokens: PolicyTokens) -> Tensor:
     """
     own = logprob.detach()
     t = tokens
-    old = torch.where(t.tis_mode == mismatch.OFF, t.sampler, own)
-    loss = clipped_loss(logprob, old, t.advantage, t.clip_low, t.clip_high, t.dual_clip)
+    loss = clipped_loss(logprob, compared_with(own, t), t.advantage, t.clip_low, t.clip_high, t.dual_clip)
     weight = mismatch.mismatch_weight(own, t.sampler, t.tis_mode, t.tis_floor, t.tis_cap)
     # without a KL term `reference` may be anything, so also what would make 0 x inf
     reference = torch.where(t.kl_coef > 0, t.reference, own)
     return t.weight * (weight * loss + t.kl_coef * kl.kl_penalty(logprob, reference, t.kl_type))
+
+
+def compared_with(own: Tensor, tokens: PolicyTokens) -> Tensor:
+    """[N]: the log-probability that the policy ratio is taken against; `own` is the trainer's, without gradient."""
+    return torch.where(tokens.tis_mode == mismatch.OFF, tokens.sampler, own)

@@ -1,7 +1,9 @@
 """Groups of an unfinished batch: a suspension or a stop keeps them, and whatever dies, each is trained on once."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,28 @@ def sampled(world: World) -> list[int]:
     return sorted(index for handle in world.workers for _, index, _ in handle.target.groups)
 
 
+async def finish(world: World, sampler: Sampler) -> None:
+    """The run goes on to its end, and no group is in two steps or in none."""
+    sampler.allow(12)
+    await world.until(lambda: world.registry.runs["a"].state == "COMPLETED")
+    assert world.steps("a") == STEPS
+
+
+async def save_behind(world: World, gate: "Gate", tell: Callable[[], object]) -> None:
+    """While the gate holds a batch, the run is told to end; its save waits for that batch, which then ends."""
+    await gate.reached.wait()
+    tell()
+    await world.until(lambda: world.fleet.states["a"].saving.locked())
+    gate.open.set()
+    await world.until(lambda: "a" not in world.registry.runs or ended(world, "a"))
+
+
+async def lose_trainer(world: World) -> None:
+    """The trainer is dead and the loop knows it."""
+    world.trainers[-1].dead = True
+    await asyncio.gather(world.fleet.trainer.call("slots"), return_exceptions=True)
+
+
 async def suspended_with_two_groups(world: World, **changes: Any) -> Sampler:
     """One step made, groups 4 and 5 of the next accumulated, then suspended."""
     sampler = Sampler(world, limit=6)
@@ -90,9 +114,7 @@ async def test_a_suspension_keeps_the_groups_of_the_unfinished_batch(world: Worl
         sampler.allow(8)
         await world.until(lambda: world.registry.runs["a"].step == 2)
         assert world.registry.runs["a"].progress.reward_mean == (4 + 5 + 6 + 7) / 4  # the saved samples count too
-        sampler.allow(12)
-        await world.until(lambda: ended(world, "a"))
-    assert world.steps("a") == STEPS
+        await finish(world, sampler)
     assert sampled(world) == list(range(12))
 
 
@@ -103,14 +125,11 @@ async def test_a_trainer_that_dies_after_the_resumption_loads_the_saved_groups_o
         sampler.allow(7)
         await world.until(lambda: world.registry.runs["a"].accumulated_groups == 3)
         incarnation = world.registry.runs["a"].incarnation
-        world.trainers[-1].dead = True
-        await asyncio.gather(world.fleet.trainer.call("slots"), return_exceptions=True)
+        await lose_trainer(world)
         await world.until(lambda: world.registry.runs["a"].accumulated_groups == 3)
         assert [g.index for g in world.trainer.accumulated["a"]] == [4, 5, 6]
-        sampler.allow(12)
-        await world.until(lambda: ended(world, "a"))
+        await finish(world, sampler)
     assert world.registry.runs["a"].incarnation == incarnation  # nothing had to be published again
-    assert world.steps("a") == STEPS
     assert sampled(world) == list(range(12))
 
 
@@ -120,12 +139,9 @@ async def test_a_lost_node_sends_the_run_back_to_the_saved_groups(world: World) 
         resume(world)
         sampler.allow(9)
         await at(world, step=2, groups=1)
-        world.trainers[-1].dead = True
         world.node.clear()
-        await asyncio.gather(world.fleet.trainer.call("slots"), return_exceptions=True)
-        sampler.allow(12)
-        await world.until(lambda: ended(world, "a"))
-    assert world.steps("a") == STEPS
+        await lose_trainer(world)
+        await finish(world, sampler)
     assert world.registry.runs["a"].artifact is not None
 
 
@@ -139,9 +155,7 @@ async def test_a_second_suspension_keeps_the_groups_of_both(world: World) -> Non
         await world.until(lambda: world.registry.runs["a"].state == "SUSPENDED")
         assert [g.index for g in world.disk["a"].partial] == [4, 5, 6]
         resume(world, generation=5)
-        sampler.allow(12)
-        await world.until(lambda: ended(world, "a") and world.registry.runs["a"].state == "COMPLETED")
-    assert world.steps("a") == STEPS
+        await finish(world, sampler)
     assert sampled(world) == list(range(12))
 
 
@@ -155,9 +169,7 @@ async def test_groups_of_the_first_step_are_kept_in_step_0(world: World) -> None
         await world.until(lambda: world.registry.runs["a"].state == "SUSPENDED")
         assert (world.disk["a"].step, len(world.disk["a"].partial)) == (0, 2)
         resume(world)
-        sampler.allow(12)
-        await world.until(lambda: world.registry.runs["a"].state == "COMPLETED")
-    assert world.steps("a") == STEPS
+        await finish(world, sampler)
     assert sampled(world) == list(range(12))
 
 
@@ -207,11 +219,8 @@ async def test_a_trainer_that_dies_after_an_unfinished_batch_was_saved_trains_on
         put(world.registry, "a", **SPEC)
         await at(world, step=1, groups=2)
         await checkpoint(world.fleet, world.registry.runs["a"], partial=True)
-        world.trainers[-1].dead = True
-        await asyncio.gather(world.fleet.trainer.call("slots"), return_exceptions=True)
-        sampler.allow(12)
-        await world.until(lambda: ended(world, "a"))
-    assert world.steps("a") == STEPS
+        await lose_trainer(world)
+        await finish(world, sampler)
 
 
 async def test_a_save_whose_answer_was_lost_with_the_trainer_is_made_again(world: World) -> None:
@@ -232,9 +241,7 @@ async def test_a_save_whose_answer_was_lost_with_the_trainer_is_made_again(world
         assert len(world.trainers) == 2
         assert [g.index for g in world.disk["a"].partial] == [4, 5]
         resume(world)
-        sampler.allow(12)
-        await world.until(lambda: world.registry.runs["a"].state == "COMPLETED")
-    assert world.steps("a") == STEPS
+        await finish(world, sampler)
 
 
 async def test_groups_that_could_not_be_saved_are_sampled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,9 +257,7 @@ async def test_groups_that_could_not_be_saved_are_sampled_again(world: World, mo
         assert world.disk["a"].partial == ()
         world.trainer.checkpoint_error = None
         resume(world, checkpoint={"intervalSteps": 1})
-        sampler.allow(12)
-        await world.until(lambda: world.registry.runs["a"].state == "COMPLETED")
-    assert world.steps("a") == STEPS
+        await finish(world, sampler)
     assert sampled(world) == sorted([*range(12), 4, 5])
 
 
@@ -281,11 +286,8 @@ async def test_a_batch_that_fills_while_its_run_suspends_is_stepped(world: World
         await world.until(lambda: world.fleet.states.get("a") is not None and world.fleet.states["a"].in_flight == 4)
         gate = Gate(world.trainer, call=1)
         world.worker.gate.set()
-        await gate.reached.wait()
-        suspend(world, numStep=num_step)
-        await world.until(lambda: world.fleet.states["a"].saving.locked())
-        gate.open.set()
-        await world.until(lambda: world.registry.runs["a"].state == end)
+        await save_behind(world, gate, lambda: suspend(world, numStep=num_step))
+    assert world.registry.runs["a"].state == end
     assert (world.disk["a"].step, world.disk["a"].cursor, world.disk["a"].partial) == (1, Cursor(4), ())
     assert world.steps("a") == {1: STEPS[1]}
 
@@ -298,11 +300,7 @@ async def test_groups_on_their_way_through_the_trainer_are_in_the_saved_sum_and_
         await world.until(lambda: world.registry.runs["a"].accumulated_groups == 1)
         gate = Gate(world.trainer, call=1)
         sampler.allow(2)
-        await gate.reached.wait()
-        suspend(world)
-        await world.until(lambda: world.fleet.states["a"].saving.locked())
-        gate.open.set()
-        await world.until(lambda: world.registry.runs["a"].state == "SUSPENDED")
+        await save_behind(world, gate, lambda: suspend(world))
     assert (world.disk["a"].cursor, [g.index for g in world.disk["a"].partial]) == (Cursor(2), [0, 1])
 
 
@@ -322,9 +320,7 @@ async def test_a_batch_that_is_normalised_as_a_whole_is_sampled_again_as_a_whole
         assert (world.disk["a"].cursor, world.disk["a"].partial) == (Cursor(4), ())
         gate.open.set()
         resume(world, **spec)
-        sampler.allow(12)
-        await world.until(lambda: world.registry.runs["a"].state == "COMPLETED")
-    assert world.steps("a") == STEPS
+        await finish(world, sampler)
 
 
 @pytest.mark.parametrize("dropped", [(), (5,)])
@@ -345,13 +341,9 @@ async def test_a_group_that_waits_to_be_trained_again_is_in_no_saved_cursor(
         await at(world, step=1, groups=2)
         gates: list[Gate] = []
         world.configure_trainer = lambda trainer: gates.append(Gate(trainer, call=1))
-        world.trainers[-1].dead = True
-        await asyncio.gather(world.fleet.trainer.call("slots"), return_exceptions=True)
-        await world.until(lambda: bool(gates) and gates[0].reached.is_set())
-        suspend(world)
-        await world.until(lambda: world.fleet.states["a"].saving.locked())
-        gates[0].open.set()
-        await world.until(lambda: world.registry.runs["a"].state == "SUSPENDED")
+        await lose_trainer(world)
+        await world.until(lambda: bool(gates))
+        await save_behind(world, gates[0], lambda: suspend(world))
         assert (world.disk["a"].cursor, [g.index for g in world.disk["a"].partial]) == (Cursor(second), [first])
         resume(world)
         sampler.allow(20)
@@ -372,12 +364,6 @@ async def test_a_batch_with_restored_groups_that_fills_while_its_run_ends_is_ste
         await world.until(lambda: world.fleet.states["a"].in_flight == 2)
         gate = Gate(world.trainer, call=1)
         world.worker.gate.set()
-        await gate.reached.wait()
-        if end == "deleted":
-            world.registry.delete("a")
-        else:
-            put(world.registry, "a", generation=4, **SPEC, cancel=True)
-        await world.until(lambda: world.fleet.states["a"].saving.locked())
-        gate.open.set()
-        await world.until(lambda: "a" not in world.registry.runs or ended(world, "a"))
+        cancel = partial(put, world.registry, "a", generation=4, **SPEC, cancel=True)
+        await save_behind(world, gate, partial(world.registry.delete, "a") if end == "deleted" else cancel)
     assert (world.disk["a"].step, world.disk["a"].cursor, world.disk["a"].partial) == (2, Cursor(8), ())

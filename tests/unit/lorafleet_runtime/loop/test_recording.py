@@ -10,7 +10,7 @@ import pytest
 from lorafleet_runtime.loop.journal import Journal, read_log
 from lorafleet_runtime.types import Loaded, LoadRequest, RunFault, StepResult
 from support.fake_actors import FakeTrainer
-from support.fleets import World, build_world, running
+from support.fleets import World, build_world, ended, running
 from support.runs import put
 
 
@@ -62,6 +62,34 @@ async def test_step_without_a_record_counts_and_is_told(world: World, tmp_path: 
         assert world.registry.runs["a"].message == "recordSteps: disk full"
         assert world.registry.runs["a"].state == "ACTIVE"
         world.registry.delete("a")
+    assert world.fleet.writer.flush(5)
+    entries, _ = read_log(tmp_path / "storage" / "team" / "run-a" / "a", None)
+    assert ("ERROR", "recordSteps: disk full") in [(e["level"], e["message"]) for e in entries]
+
+
+@pytest.mark.parametrize("spec", [{}, {"suspend": True}])
+async def test_a_last_step_without_a_record_is_told_where_the_run_ends(
+    world: World, tmp_path: Path, spec: dict[str, Any]
+) -> None:
+    def refuse(trainer: FakeTrainer) -> None:
+        drop = trainer.drop
+
+        def unrecorded(*arguments: Any) -> str:
+            there = arguments[0] in trainer.loaded
+            drop(*arguments)
+            return "recordSteps: disk full" if there else ""
+
+        trainer.drop = unrecorded  # type: ignore[method-assign, assignment]
+
+    world.configure_trainer = refuse
+    async with running(world):
+        put(world.registry, "a", numStep=3 + 1000 * len(spec))
+        await world.until(lambda: world.registry.runs["a"].step >= 3)
+        put(world.registry, "a", generation=2, numStep=3 + 1000 * len(spec), **spec)
+        await world.until(lambda: ended(world, "a"))
+    view = world.registry.view("a")
+    assert (view.state, view.outcome) == (("SUSPENDED", "Suspended") if spec else ("COMPLETED", "Complete"))
+    assert view.message.endswith("; recordSteps: disk full")
     assert world.fleet.writer.flush(5)
     entries, _ = read_log(tmp_path / "storage" / "team" / "run-a" / "a", None)
     assert ("ERROR", "recordSteps: disk full") in [(e["level"], e["message"]) for e in entries]

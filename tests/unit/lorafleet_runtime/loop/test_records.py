@@ -57,6 +57,9 @@ async def test_a_completed_runs_samples_and_log_are_on_storage(world: World, tmp
     assert [(e["step"], e["reward"], e["lr"], e["gradNorm"], e["tokens"]) for e in steps] == [
         (n, 0.5, 1e-3, 0.5, 8) for n in (1, 2, 3)
     ]
+    shares = ("mismatch", "entropy", "klSampler", "klSamplerK1", "klBase", "clipFraction", "tisFraction")
+    for entry in steps:  # the four tokens of support.fake_actors.POLICY
+        assert [entry[name] for name in shares] == pytest.approx([0.025, 1.5, 0.1, -0.05, 0.2, 0.25, 0.75])
     text = "\n".join(messages(directory))
     wanted = [
         "usable: 10 prompts", "loaded afresh into slot 0 of boot epoch 1", "version 1 is on every engine",

@@ -2,15 +2,17 @@
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lorafleet_api.v1alpha1 import reasons
+from lorafleet_runtime.loop.saving import checkpoint, drain
 from lorafleet_runtime.loop.training import _suspect
 from lorafleet_runtime.types import Artifact, BatchResult, Loaded, LoadRequest, PromptGroup
 from support.fake_actors import FakeTrainer
-from support.fleets import World, ended, running
+from support.fleets import World, build_world, ended, running, standing
 from support.runs import activate, put
 
 
@@ -39,6 +41,47 @@ def kills_when_writing(world: World, uid: str) -> None:
         trainer.saved, trainer.accumulate = dying, held  # type: ignore[method-assign, assignment]
 
     world.configure_trainer = configure
+
+
+def all_kill_when_writing(world: World, uids: set[str]) -> None:
+    """Every write of these runs kills the trainer: the first time with as many others as there can be, and later with
+    whatever comes beside it in a while."""
+
+    def configure(trainer: FakeTrainer) -> None:
+        saved, capture, company = trainer.saved, trainer.capture, asyncio.Event()
+        wanted = 4 if not world.trainers else 2
+
+        def counted(*arguments: Any) -> str:
+            ticket = capture(*arguments)
+            if len(trainer._captured) >= wanted:
+                company.set()
+            return ticket
+
+        async def dying(ticket: str) -> Artifact | None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(company.wait(), None if wanted == 4 else 0.1)
+            if trainer._captured[ticket][0] in uids:
+                world.trainers[-1].dead = True
+            return await saved(ticket)
+
+        trainer.capture, trainer.saved = counted, dying  # type: ignore[method-assign, assignment]
+
+    world.configure_trainer = configure
+
+
+async def test_several_runs_whose_saves_kill_the_trainer_cost_one_restart_each_and_one_more(tmp_path: Path) -> None:
+    world, bad, good = build_world(tmp_path, slots=6), {"bad-1", "bad-2", "bad-3"}, {"good-1", "good-2", "good-3"}
+    world.registry.sync([])
+    all_kill_when_writing(world, bad)
+    async with running(world):
+        for uid in sorted(bad | good):
+            limit, steps = (1, 1000) if uid in bad else (0, 8)
+            put(world.registry, uid, backoffLimit=limit, numStep=steps, checkpoint={"intervalSteps": 1})
+        await world.until(lambda: all(ended(world, uid) for uid in bad | good))
+    runs = world.registry.runs
+    assert {uid: runs[uid].reason for uid in bad} == dict.fromkeys(bad, reasons.TRAINER_CRASHED)
+    assert {uid: runs[uid].state for uid in good} == dict.fromkeys(good, "COMPLETED")
+    assert len(world.trainers) - 1 <= len(bad) + 1
 
 
 @pytest.mark.parametrize("spec", [{"numStep": 1000, "checkpoint": {"intervalSteps": 1}}, {"numStep": 1}])
@@ -101,22 +144,30 @@ async def test_a_batch_that_kills_the_trainer_beside_a_save_is_found_and_the_sav
 
     world.configure_trainer = configure
     async with running(world):
-        put(world.registry, "saver", numStep=30, backoffLimit=0, checkpoint={"intervalSteps": 1})
+        put(world.registry, "saver", numStep=1000, backoffLimit=0, checkpoint={"intervalSteps": 1})
         await world.until(lambda: len(world.trainer.captures) == 1)
         put(world.registry, "bad", backoffLimit=0)
-        await world.until(lambda: ended(world, "bad") and ended(world, "saver"))
-    bad, saver = world.registry.runs["bad"], world.registry.runs["saver"]
-    assert (bad.state, bad.reason) == ("FAILED", reasons.TRAINER_CRASHED)
-    assert (saver.state, saver.save_deaths) == ("COMPLETED", 0)
+        bad, saver = world.registry.runs["bad"], world.registry.runs["saver"]
+        await world.until(lambda: ended(world, "bad"))
+        assert (bad.state, bad.reason) == ("FAILED", reasons.TRAINER_CRASHED)
+        assert len(world.trainers) - 1 <= 3
+        step = saver.step
+        await world.until(lambda: saver.step > step + 1 and saver.save_deaths == 0)
+        world.registry.delete("saver")
 
 
-def test_a_run_that_is_alone_with_a_save_at_two_deaths_is_counted_at_the_second(world: World) -> None:
-    """A save under suspicion is made without any batch, so the second time it is the batch."""
+def test_a_suspect_is_counted_beside_a_save_only_where_that_one_was_under_suspicion_before(world: World) -> None:
+    """A save under suspicion is made without any batch; so a save that is beside one went well alone, or is new."""
     world.registry.observe_trainer({})
     activate(world.registry, "a")
-    for crashes in (0, 1):
-        _suspect(world.fleet, {"a"}, "it died", certain=False)
-        assert world.registry.runs["a"].crashes == crashes
+    _suspect(world.fleet, {"a"}, "it died", {"saver"})
+    _suspect(world.fleet, {"a"}, "it died", {"another"})
+    world.fleet.cleared |= {"saver", "another"}
+    assert world.registry.runs["a"].crashes == 0
+    _suspect(world.fleet, {"a"}, "it died", {"saver", "third"})
+    assert world.registry.runs["a"].crashes == 0
+    _suspect(world.fleet, {"a"}, "it died", {"saver", "another"})
+    assert world.registry.runs["a"].crashes == 1
 
 
 async def test_a_save_under_suspicion_is_made_beside_no_batch_and_no_load(world: World) -> None:
@@ -139,8 +190,53 @@ async def test_a_save_under_suspicion_is_made_beside_no_batch_and_no_load(world:
         world.registry.delete("bad")
 
 
+async def test_a_save_under_suspicion_waits_for_all_others_and_keeps_them_out(world: World) -> None:
+    """Also for one that nobody waits for any more: it has not ended."""
+    written = asyncio.Event()
+    world.configure_trainer = lambda trainer: setattr(trainer, "writing", written)
+    await standing(world, "bad", "good")
+    runs = world.registry.runs
+    with pytest.raises(TimeoutError):
+        await checkpoint(world.fleet, runs["good"], limit=0.05)
+    runs["bad"].save_deaths = 1
+    bad = asyncio.create_task(checkpoint(world.fleet, runs["bad"]))
+    await world.until(world.fleet.accumulating.locked)  # it has come as far as that
+    good = asyncio.create_task(checkpoint(world.fleet, runs["good"]))
+    load = asyncio.create_task(_ended(world))
+    await asyncio.wait([bad, good, load], timeout=0.1)
+    assert [uid for uid, *_ in world.trainer.captures] == ["good"]
+    order: list[str] = []
+    for name, task in (("bad", bad), ("good", good), ("load", load)):
+        task.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    written.set()
+    await asyncio.gather(bad, good, load)
+    assert (order[0], runs["bad"].save_deaths, world.fleet.cleared) == ("bad", 0, {"bad"})
+    assert [uid for uid, *_ in world.trainer.captures] == ["good", "bad", "good"]
+
+
+async def test_a_stop_saves_those_last_whose_save_may_kill_the_trainer(world: World) -> None:
+    await standing(world, "bad", "good")
+    saved = world.trainer.saved
+
+    async def slow(ticket: str) -> Artifact | None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return await saved(ticket)
+
+    async def saving(ticket: str) -> Artifact | None:
+        if world.trainer._captured[ticket][0] == "bad":
+            world.trainers[-1].dead = True
+            return None
+        return await slow(ticket)
+
+    world.trainer.saved = saving  # type: ignore[method-assign]
+    world.registry.runs["bad"].save_deaths = 1
+    await drain(world.fleet)
+    assert world.disk.keys() == {"good"}
+
+
 async def _ended(world: World) -> None:
-    async with world.fleet.alone:
+    async with world.fleet.company.join():
         pass
 
 

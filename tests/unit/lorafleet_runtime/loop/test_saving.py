@@ -10,7 +10,7 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.loop import loading, saving
 from lorafleet_runtime.loop.saving import drain
-from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, RunFault
+from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, PolicySums, RunFault
 from support.fake_actors import FakeTrainer, Kept
 from support.fleets import World, ended, running
 from support.runs import put
@@ -200,8 +200,8 @@ async def test_the_score_of_a_checkpoint_is_the_mean_reward_since_the_one_before
     async with running(world):
         commit = world.registry.commit
 
-        def with_rewards(uid: str, groups: int, _: object, mismatch: tuple[float, int]) -> bool:
-            return commit(uid, groups, [rewards[world.registry.runs[uid].step + 1]] * 2 * groups, mismatch)
+        def with_rewards(uid: str, groups: int, _: object, policy: PolicySums) -> bool:
+            return commit(uid, groups, [rewards[world.registry.runs[uid].step + 1]] * 2 * groups, policy)
 
         world.registry.commit = with_rewards  # type: ignore[method-assign, assignment]
         put(world.registry, "a", numStep=5, checkpoint={"intervalSteps": 2})

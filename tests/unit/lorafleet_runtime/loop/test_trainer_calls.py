@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lorafleet_runtime.errors import RuntimeFault
+from lorafleet_runtime.loop import saving
 from lorafleet_runtime.loop.saving import checkpoint
 from lorafleet_runtime.loop.trainer import TrainerHandle, TrainerLost
 from lorafleet_runtime.loop.training import _train_on
@@ -125,6 +126,34 @@ def test_saves_that_take_their_turns_on_a_slow_storage_all_end(tmp_path: Path) -
     assert world.disk.keys() == set(uids)
 
 
+@pytest.mark.parametrize("end", ["deleted", "cancelled"])
+def test_last_saves_that_take_their_turns_on_a_slow_storage_are_all_made(tmp_path: Path, end: str) -> None:
+    """However the runs end. A write takes more than half of saveTimeoutSeconds, and the storage takes one at a time."""
+    world = build_world(tmp_path, slots=5)
+    world.registry.sync([])
+    disk, uids = asyncio.Lock(), "abcde"
+
+    async def save_all() -> None:
+        await standing(world, *uids)
+        saved = world.trainer.saved
+
+        async def slowly(ticket: str) -> Artifact | None:
+            async with disk:
+                await asyncio.sleep(180)
+                return await saved(ticket)
+
+        world.trainer.saved = slowly  # type: ignore[method-assign]
+        for uid in uids:
+            if end == "deleted":
+                world.registry.delete(uid)
+            else:
+                put(world.registry, uid, generation=2, cancel=True)
+        await asyncio.gather(*(saving.save(world.fleet, world.registry.runs[uid]) for uid in uids))
+
+    run_jumping(save_all())
+    assert world.disk.keys() == set(uids)
+
+
 def test_a_write_that_hangs_takes_no_more_than_its_time_after_the_last_that_ended(tmp_path: Path) -> None:
     world = build_world(tmp_path)
     world.registry.sync([])
@@ -224,7 +253,7 @@ def test_a_run_whose_write_hangs_is_not_captured_once_more(tmp_path: Path, how: 
 
 
 async def test_a_run_whose_step_kills_the_trainer_beside_a_save_is_counted_the_second_time(world: World) -> None:
-    """It was found suspect at the first death. Its batch succeeds every time."""
+    """It was found suspect at the first death, and the run that saves was cleared. Its batch succeeds every time."""
 
     def dying(*_: object) -> StepResult:
         world.trainers[0].dead = True
@@ -236,6 +265,7 @@ async def test_a_run_whose_step_kills_the_trainer_beside_a_save_is_counted_the_s
     save = asyncio.create_task(checkpoint(world.fleet, world.registry.runs["saver"]))
     await world.until(lambda: "saver" in world.fleet.trainer._work.writing)
     world.fleet.suspects.add("bad")
+    world.fleet.cleared.add("saver")
     await _train_on(world.fleet, [group("bad", index) for index in (2, 3)])
     assert (world.registry.runs["bad"].crashes, world.fleet.suspects) == (1, {"bad"})
     save.cancel()
@@ -247,8 +277,30 @@ async def test_a_suspect_whose_batch_and_step_end_well_is_none_any_more(world: W
     await standing(world, "a")
     world.fleet.suspects.add("a")
     await _train_on(world.fleet, [group("a", index) for index in indices])
-    assert world.registry.runs["a"].step == len(indices)
+    await world.until(lambda: world.registry.runs["a"].step == len(indices))
     assert world.fleet.suspects == set()
+
+
+def test_the_time_of_a_call_begins_when_the_trainer_works_on_it() -> None:
+    async def wait() -> None:
+        slow, first = Slow(), asyncio.Event()
+        setattr(slow, "before", first.wait)  # noqa: B010
+        trainer = TrainerHandle(lambda: Handle(slow), lambda _: None, lambda _: None, lambda _: None)
+        await trainer.start()
+        before = asyncio.create_task(trainer.call("before"))
+        await asyncio.sleep(0)
+        behind = asyncio.create_task(trainer.call_within(5, "work"))
+        await asyncio.sleep(100)
+        assert not behind.done()
+        first.set()
+        await before
+        with pytest.raises(TimeoutError):
+            await behind
+        assert asyncio.get_running_loop().time() == pytest.approx(105, abs=0.1)
+        slow.answer.set()
+        assert await trainer.call_within(5, "work") is None
+
+    run_jumping(wait())
 
 
 class Slow:

@@ -71,7 +71,9 @@ async def test_a_step_whose_answer_was_lost_is_not_made_again(world: World) -> N
     assert world.trained() == [("a", i, i + 1) for i in range(5)]
 
 
-async def test_a_version_that_was_not_exported_before_the_trainer_died_is_published(world: World) -> None:
+async def test_a_step_whose_version_was_not_exported_before_the_trainer_died_is_not_made_again(world: World) -> None:
+    """Nobody was told of it, so it begins another registration, with the step made."""
+
     def die_in_export(trainer: FakeTrainer) -> None:
         export = trainer.export
 
@@ -87,8 +89,9 @@ async def test_a_version_that_was_not_exported_before_the_trainer_died_is_publis
         put(world.registry, "a", numStep=4, rolloutBatchSize=1, maxStaleness=0)
         await world.until(lambda: ended(world, "a"))
     run = world.registry.runs["a"]
-    assert (run.state, run.incarnation) == ("COMPLETED", "1.1")
-    assert [version for _, _, version in world.worker.groups] == [1, 2, 3, 4]
+    assert (run.state, run.incarnation, run.step) == ("COMPLETED", "1.2", 4)
+    assert world.trained() == [("a", index, index + 1) for index in range(4)]
+    assert [version for _, _, version in world.worker.groups] == [1, 2, 1, 2]
 
 
 async def test_groups_that_finish_while_the_trainer_restarts_are_kept(world: World) -> None:

@@ -5,7 +5,7 @@ import pytest
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.registry.admission import SpecProblem
 from lorafleet_runtime.registry.registry import Registry, StaleOperator
-from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, RunFault, StepResult
+from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, PolicySums, RunFault, StepResult
 from support.runs import DATASET, activate, pool_spec, put, run_spec
 
 ARTIFACT = Artifact("/storage/x/step_3", 3, "abc")
@@ -21,8 +21,8 @@ def registry() -> Registry:
 
 def one_step(registry: Registry, uid: str, now: float = 110.0) -> bool:
     run = registry.runs[uid]
-    assert not registry.commit(uid, 1, [0.0], (0.1, 10))
-    assert registry.commit(uid, 1, [1.0], (0.3, 10))
+    assert not registry.commit(uid, 1, [0.0], PolicySums(tokens=10, mismatch=0.1))
+    assert registry.commit(uid, 1, [1.0], PolicySums(tokens=10, mismatch=0.3))
     return registry.stepped(StepResult(uid, run.step + 1, 1e-3, 0.5), now)
 
 
@@ -134,14 +134,14 @@ def test_steps_and_groups_move_only_by_commit(registry: Registry) -> None:
     one_step(registry, "a", now=110.0)
     assert (run.step, run.accumulated_groups, run.trainer_version, run.weight_version) == (1, 0, 2, 1)
     assert run.progress.reward_mean == 0.5
-    assert run.progress.mismatch == pytest.approx(0.02)
+    assert run.progress.policy.mismatch == pytest.approx(0.02)
     assert run.progress.seconds_per_step == 10.0
 
 
 def test_a_batch_never_overshoots(registry: Registry) -> None:
     activate(registry, "a")
     with pytest.raises(ValueError, match="overshoot"):
-        registry.commit("a", 3, [], (0.0, 0))
+        registry.commit("a", 3, [], PolicySums())
 
 
 def test_complete_shows_only_after_the_final_checkpoint_and_deregisters_after_both_listings(registry: Registry) -> None:
@@ -278,7 +278,7 @@ def test_a_lost_trainer_sends_live_runs_back_to_load_again(registry: Registry) -
     activate(registry, "a")
     activate(registry, "b")
     one_step(registry, "a")
-    registry.commit("a", 1, [1.0], (0.0, 0))
+    registry.commit("a", 1, [1.0], PolicySums())
     registry.fail(RunFault("b", reasons.NON_FINITE, "x"))
     registry.trainer_lost()
     a, b = registry.runs["a"], registry.runs["b"]

@@ -3,7 +3,7 @@
 import pytest
 
 from lorafleet_runtime.registry.registry import Registry
-from lorafleet_runtime.types import Artifact, Cursor, DatasetInfo, Loaded, StepResult
+from lorafleet_runtime.types import Artifact, Cursor, DatasetInfo, Loaded, PolicySums, StepResult
 from support.runs import DATASET, activate, pool_spec, put
 
 
@@ -26,7 +26,7 @@ def resumed(registry: Registry) -> None:
 
 def one_step(registry: Registry, uid: str, reward: float) -> None:
     run = registry.runs[uid]
-    registry.commit(uid, run.groups_per_step - run.accumulated_groups, [reward], (0.0, 1))
+    registry.commit(uid, run.groups_per_step - run.accumulated_groups, [reward], PolicySums())
     registry.stepped(StepResult(uid, run.step + 1, 1e-3, 0.5), now=9.0)
 
 
@@ -34,7 +34,7 @@ def test_groups_that_came_with_the_load_count_towards_the_batch_and_its_reward(r
     resumed(registry)
     run = registry.runs["a"]
     assert (run.state, registry.view("a").accumulated_groups) == ("ACTIVE", 1)
-    assert registry.commit("a", 1, [2.0, 3.0], (0.0, 1))
+    assert registry.commit("a", 1, [2.0, 3.0], PolicySums())
     registry.stepped(StepResult("a", 2, 1e-3, 0.5), now=3.0)
     assert run.progress.reward_mean == (1.0 + 0.0 + 2.0 + 3.0) / 4
     assert (run.accumulated_groups, run.restored_groups) == (0, 0)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.registry.run import HOLDS_SLOT, TERMINAL
-from lorafleet_runtime.types import Cursor, Loaded, RunFault, StepResult
+from lorafleet_runtime.types import Cursor, Loaded, PolicySums, RunFault, StepResult
 from support.runs import DATASET, pool_spec, put
 
 EVENTS = [
@@ -61,7 +61,7 @@ def _progress(registry: Registry, name: str, uid: str) -> None:
     elif name == "publish" and run.state in ("PENDING", "ACTIVE") and run.loaded:
         registry.published(uid, run.trainer_version, 1.0)
     elif name == "commit" and run.state == "ACTIVE" and run.accumulated_groups < run.groups_per_step:
-        registry.commit(uid, 1, [1.0], (0.0, 0))
+        registry.commit(uid, 1, [1.0], PolicySums())
     elif name == "step" and run.state == "ACTIVE" and run.accumulated_groups == run.groups_per_step:
         registry.stepped(StepResult(uid, run.step + 1, 1e-3, 1.0), 2.0)
     elif name == "save" and run.state == "RETIRING":

@@ -4,7 +4,7 @@ import pytest
 
 from lorafleet_runtime.registry.admission import SpecProblem
 from lorafleet_runtime.registry.registry import Registry
-from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, StepResult
+from lorafleet_runtime.types import Artifact, Cursor, EngineStatus, Loaded, PolicySums, StepResult
 from support.runs import DATASET, activate, pool_spec, put, run_spec
 
 ARTIFACT = Artifact("/storage/x/step_3", 3, "abc")
@@ -79,7 +79,7 @@ def test_nothing_is_listed_until_trainer_and_engines_have_told() -> None:
 
 def test_a_cancel_that_gave_way_to_a_completion_holds_when_the_completion_is_lost(registry: Registry) -> None:
     activate(registry, "a", step=2)
-    registry.commit("a", 2, [], (0.0, 0))
+    registry.commit("a", 2, [], PolicySums())
     registry.stepped(StepResult("a", 3, 1e-3, 1.0), now=9.0)
     put(registry, "a", generation=2, cancel=True)
     registry.trainer_lost()

@@ -1,5 +1,8 @@
 """The chunked head against full logits and torch's own log_softmax."""
 
+import gc
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -37,6 +40,8 @@ def test_logprob_and_gradient_equal_full_logits(chunk: int, monkeypatch: pytest.
     assert leaf.grad is not None
     torch.testing.assert_close(result.logprob, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-12, atol=1e-12)
+    entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()[tokens.row]
+    torch.testing.assert_close(result.entropy, entropy, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(result.grad_hidden, leaf.grad, rtol=1e-12, atol=1e-12)
     only = head_logprobs(hidden, Vocabulary(weight, SINGLE), tokens)
     torch.testing.assert_close(only, expected.detach(), rtol=1e-12, atol=1e-12)
@@ -50,3 +55,39 @@ def test_nan_in_one_row_stays_in_that_row() -> None:
     others = torch.arange(40) != 5
     assert torch.equal(sick.grad_hidden[others], healthy.grad_hidden[others])
     assert bool(sick.grad_hidden[5].isnan().all())
+
+
+@pytest.mark.parametrize("size, entropy", [(0.0, math.log(30)), (200.0, 0.0)], ids=["uniform", "certain"])
+def test_entropy_of_the_extremes_in_float32(size: float, entropy: float) -> None:
+    """All logits equal: log of the vocabulary; one far above all others: 0, and never below."""
+    hidden, weight, tokens, _ = make_case()
+    found = head_loss(size * hidden.float(), Vocabulary(weight.float(), SINGLE), tokens, lambda lp, a, b: -lp).entropy
+    assert found.min() >= 0
+    assert found.median().item() == pytest.approx(entropy, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 5000), (17, 48), (40, 257)])
+def test_log_total_has_the_bits_of_logsumexp(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    logits = 8 * torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    vocabulary = Vocabulary(torch.zeros(shape[1], 1), SINGLE)
+    assert torch.equal(vocabulary.log_total(logits), logits.logsumexp(-1))
+    log_total, mean = vocabulary.log_total_and_mean(logits)
+    assert torch.equal(log_total, logits.logsumexp(-1))
+    torch.testing.assert_close(mean, (logits.softmax(-1) * logits).sum(-1))
+
+
+def test_one_buffer_of_logits_is_left_when_the_loss_is_made() -> None:
+    hidden, weight, tokens, _ = make_case()
+
+    def wide() -> int:
+        return sum(type(o) is Tensor and tuple(o.shape) == (len(hidden), len(weight)) for o in gc.get_objects())
+
+    before, found = wide(), []
+
+    def loss(logprob: Tensor, first: int, last: int) -> Tensor:
+        found.append(wide())
+        return -logprob
+
+    head_loss(hidden, Vocabulary(weight, SINGLE), tokens, loss)
+    assert found == [before + 1]

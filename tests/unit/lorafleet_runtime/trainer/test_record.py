@@ -50,6 +50,19 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.parametrize(("dtype", "per_token"), [(torch.float32, 12), (torch.float64, 20)])
+def test_what_a_record_takes_on_the_disk(tmp_path: Path, dtype: torch.dtype, per_token: int) -> None:
+    """As docs/replay.md says: per response token, per prompt token, per sample, per group and per step."""
+    made = StepRecorder("a", tmp_path, dtype, False)
+    made.start(START, 0)
+    groups = [group(index, *[tuple(range(64))] * 8) for index in range(4)]
+    add(made, *groups)
+    assert made.write(figures(1), ONE) == ""
+    taken = sum(path.stat().st_size for path in tmp_path.glob("step_*"))
+    contents = per_token * 4 * 8 * 64 + 4 * 4 * 3 + (30 if dtype == torch.float32 else 34) * 4 * 8
+    assert contents < taken < contents + 80 * 4 + 1500
+
+
 def test_record_holds_every_sample_flat_with_offsets(tmp_path: Path) -> None:
     made = recorder(tmp_path, mask_truncated=True)
     add(made, group(5, (1, 2), (3,)), group(6, (4, 5, 6), truncated=True))

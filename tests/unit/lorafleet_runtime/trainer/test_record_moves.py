@@ -89,6 +89,18 @@ def test_a_refused_record_is_told_with_the_next_step_and_moved_with_it(
     assert (node.stored(), step(recorder, 3)) == ([1, 2], "")
 
 
+def test_a_last_record_that_is_refused_is_told_when_the_run_leaves(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = node.load(0, START)
+    step(recorder, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(record_files, "_sync", full)
+        node.work()
+    told = recorder.close()
+    assert "No space left on device" in told and "tried once more" in told
+    node.work()
+    assert (node.stored(), node.load(1).close()) == ([1], "")
+
+
 def test_of_a_storage_that_hangs_the_oldest_are_given_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_moves, "MOST_WAITING", 2)
     recorder = node.load(0, START)

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from lorafleet_api.v1alpha1 import reasons
-from lorafleet_runtime.errors import RunError
+from lorafleet_runtime.errors import Damaged, RunError
 from lorafleet_runtime.storage import latest_checkpoint, newest_step
 from lorafleet_runtime.trainer import checkpoint as module
 from lorafleet_runtime.trainer.checkpoint import Identity, Partial, Save, TrainState
@@ -177,11 +177,28 @@ def test_a_snapshot_newer_than_a_damaged_checkpoint_never_looks_at_it(tmp_path: 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_never_starts_afresh(tmp_path: Path) -> None:
     for path in [save(tmp_path, step) for step in (2, 4)]:
         DAMAGES["cut"](path)
+    (tmp_path / "step_4" / "adapter_model.safetensors").unlink()
+    files = r"step_4 is damaged \(adapter_model.safetensors, optimizer.safetensors: .*step_2 is damaged \(optimizer"
     for _ in range(2):  # the second time too
-        with pytest.raises(RunError, match=r"step_4 is damaged.*step_2 is damaged.*to start afresh") as raised:
+        with pytest.raises(Damaged, match=rf"{files}.*Restore .* or remove {tmp_path} to start afresh") as raised:
             newest_state(newest_step(tmp_path), None, IDENTITY)
         assert raised.value.reason == reasons.STORAGE_ERROR
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_2", "step_4"]
+
+
+def test_of_damaged_checkpoints_the_two_that_were_set_aside_last_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    save(tmp_path, 2)
+    for step in (8, 9, 4, 5):  # a later one of a lower step is the newer evidence
+        DAMAGES["a file" if step == 8 else "cut"](save(tmp_path, step))
+        newest_state(tmp_path / f"step_{step}", None, IDENTITY)
+    save(tmp_path, 6)
+    left = sorted(path.name.rpartition("-")[0] for path in tmp_path.glob(".damaged-*"))
+    assert left == [".damaged-step_4", ".damaged-step_5"]
+    told = [record.getMessage() for record in caplog.records if "is removed: it is damaged" in record.getMessage()]
+    assert len(told) == 2 and all(f"{tmp_path}/.damaged-step_" in text for text in told)
 
 
 def test_a_damaged_checkpoint_of_the_same_content_is_written_again(tmp_path: Path) -> None:
