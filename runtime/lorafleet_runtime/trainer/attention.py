@@ -1,7 +1,8 @@
 """Core attention over packed prompt groups: rotary embedding, then attention in which samples share their prompt.
 
 Rows of a group lie as [prompt | response 1 | response 2 ...]. A response row sees the prompt and its own earlier rows,
-so the prompt is computed once per group. Built into the model by model.py; imports no megatron.
+so the prompt is computed once per group. Built into the model by model.py; imports no megatron. On CUDA the norm of
+the heads and the rotary embedding are one kernel, and in bfloat16 all groups are one call.
 """
 
 import math
@@ -12,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorafleet_runtime.trainer.kernels.attention import Sequences, attend, make_sequences
+from lorafleet_runtime.trainer.kernels.rotary import norm_rotate
 from lorafleet_runtime.trainer.shape import Rope
+from lorafleet_runtime.trainer.transfer import to_device
 
 _SMALL_GROUP_ROWS = 512
 _TREE_WASTE = 4
@@ -41,23 +45,39 @@ class Layout:
     """[T, 1, head_dim]."""
     sin: Tensor
     """[T, 1, head_dim]."""
+    sequences: Sequences | None = None
+    """All groups for kernels/attention.py; None for a call, or several, per group."""
 
 
-def make_layout(
-    groups: tuple[GroupRows, ...], head_dim: int, rope: Rope, device: torch.device, dtype: torch.dtype
-) -> Layout:
+class Tables(NamedTuple):
+    """What layouts of one model are made of."""
+
+    head_dim: int
+    rope: Rope
+    device: torch.device
+    dtype: torch.dtype
+    one_call: bool
+    """kernels/attention.py does all groups at once."""
+
+
+def make_layout(groups: tuple[GroupRows, ...], tables: Tables) -> Layout:
     """Positions, rotary tables and masks for packed groups.
 
     Every response's positions go on from its prompt. The tables are computed in float32, as Hugging Face does.
     """
+    head_dim, rope, device, dtype, one_call = tables
     starts: list[tuple[int, int]] = []
     for group in groups:
         starts += [(0, group.prompt), *((group.prompt, rows) for rows in group.responses)]
-    positions = torch.cat([torch.arange(first, first + n) for first, n in starts]).to(device)
+    positions = torch.cat([torch.arange(first, first + n) for first, n in starts])
+    positions = to_device(positions, device)
     angles = torch.outer(positions.float(), inverse_frequencies(rope, head_dim, device))
     angles = torch.cat([angles, angles], dim=-1)[:, None]
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    if one_call:
+        return Layout(groups, (), cos, sin, make_sequences(groups, device))
     masks = tuple(_tree_mask(g, device) if g.responses and _prefers_tree(g) else None for g in groups)
-    return Layout(groups, masks, angles.cos().to(dtype), angles.sin().to(dtype))
+    return Layout(groups, masks, cos, sin)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
@@ -73,12 +93,37 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tens
     return inverse
 
 
+class HeadNorm(torch.nn.Module):
+    """Holds the weight of a query or key norm that the core attention applies; megatron constructs and calls it."""
+
+    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+        """Allocate the weight, [head_dim]."""
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Leave x to the kernel."""
+        return x
+
+
 class PrefixSharedAttention(torch.nn.Module):
     """The core attention of one layer; megatron constructs it with (config, layer_number, ...) and calls forward."""
 
     def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
-        """Hold nothing: all state comes with the batch."""
+        """Hold no state of a batch: that comes with it."""
         super().__init__()
+        self._eps: float = config.layernorm_epsilon
+        self._fused = False
+        self._norms: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def fuse(self, query_norm: Tensor | None, key_norm: Tensor | None) -> None:
+        """Use the kernel for rotary embedding and head norms.
+
+        Args:
+            query_norm: weight [head_dim], or None for a model without these norms.
+            key_norm: likewise.
+        """
+        self._fused, self._norms = True, (query_norm, key_norm)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **batch: Any) -> Tensor:
         """Attend within each group.
@@ -94,7 +139,9 @@ class PrefixSharedAttention(torch.nn.Module):
             [T, heads * head_dim].
         """
         layout: Layout = batch["packed_seq_params"].layout
-        query, key = _rotate(query, layout), _rotate(key, layout)
+        query, key = (self._rotate(x, norm, layout) for x, norm in zip((query, key), self._norms, strict=True))
+        if layout.sequences is not None:
+            return attend(query, key, value, layout.sequences).flatten(1)
         sizes = [group.total for group in layout.groups]
         out: list[Tensor] = []
         for group, mask, q, k, v in zip(
@@ -105,6 +152,12 @@ class PrefixSharedAttention(torch.nn.Module):
             else:
                 out += _attend_each(group, q, k, v)
         return torch.cat(out).flatten(1)
+
+    def _rotate(self, x: Tensor, norm: Tensor | None, layout: Layout) -> Tensor:
+        if self._fused:
+            return norm_rotate(x, norm, self._eps, layout.cos[:, 0], layout.sin[:, 0])
+        left, right = x.chunk(2, dim=-1)
+        return x * layout.cos + torch.cat([-right, left], dim=-1) * layout.sin
 
 
 def _attend_each(group: GroupRows, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -127,11 +180,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
         gqa = False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
     return out[0].transpose(0, 1)
-
-
-def _rotate(x: Tensor, layout: Layout) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return x * layout.cos + torch.cat([-right, left], dim=-1) * layout.sin
 
 
 def _tree_mask(group: GroupRows, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lorafleet_runtime.trainer.attention import GroupRows
 from lorafleet_runtime.trainer.losses.head import HeadTokens
 from lorafleet_runtime.trainer.losses.policy import LossParams, PolicyTokens
+from lorafleet_runtime.trainer.transfer import to_device
 from lorafleet_runtime.types import PromptGroup, Sample
 
 ROW_MULTIPLE = 16
@@ -163,10 +164,11 @@ def make_micro_batch(work: Sequence[Work], device: torch.device, dtype: torch.dt
         groups.append(GroupRows(padding))
 
     def integers(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return to_device(torch.tensor(values, dtype=torch.int64), device)
 
-    inverse = torch.tensor(temperature, dtype=dtype, device=device)
-    head = HeadTokens(integers(token_row), integers(labels), inverse)
+    inverse = to_device(torch.tensor(temperature, dtype=dtype), device)
+    host_row = torch.tensor(token_row, dtype=torch.int64)
+    head = HeadTokens(to_device(host_row, device), host_row, integers(labels), inverse)
     policy = _policy_tokens(work, device, dtype)
     return MicroBatch(
         integers(ids), tuple(groups), tuple(segments), integers(rows), head, policy, tuple(spans), num_rows
@@ -219,13 +221,13 @@ def _policy_tokens(work: Sequence[Work], device: torch.device, dtype: torch.dtyp
             sampler += sample.sampler_logprobs[1:]
             weight += [w] * extra
         counts.append(sum(len(s.token_ids) for s in piece.samples))
-    repeats = torch.tensor(counts, device=device)
+    repeats = torch.tensor(counts)
 
     def floats(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return to_device(torch.tensor(values, dtype=dtype), device)
 
     def spread(values: list[float]) -> Tensor:
-        return floats(values).repeat_interleave(repeats)
+        return to_device(torch.tensor(values, dtype=dtype).repeat_interleave(repeats), device)
 
     params = [piece.params for piece in work]
     return PolicyTokens(

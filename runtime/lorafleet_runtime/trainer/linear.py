@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from lorafleet_runtime.trainer.lora import Columns, LoraContext, LoraPlan, lora_linear
+from lorafleet_runtime.trainer.lora import Columns, LoraContext, lora_linear
 
 
 class _LoraSite:
@@ -33,13 +33,8 @@ class _LoraSite:
         """
         if self._context is None:
             return None
-        work = tuple(
-            (segment.adapter.sites[self._key], segment.start, segment.end)
-            for segment in self._context.segments
-            if self._key in segment.adapter.sites
-        )
-        ranks = self._context.ranks if sum_input_gradient else None
-        return lora_linear(x, weight, bias, LoraPlan(work, self._columns, ranks)) if work else None
+        plan = self._context.plan(*self._key, self._columns, sum_input_gradient)
+        return lora_linear(x, weight, bias, plan) if plan is not None else None
 
 
 class LoraColumnParallelLinear(_LoraSite, ColumnParallelLinear):  # type: ignore[misc, unused-ignore]

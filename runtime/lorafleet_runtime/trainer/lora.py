@@ -7,17 +7,19 @@ has its own A. A tensor-parallel rank has its share of each matrix, as Megatron 
 collectives of its own: the model's sum over ranks of a layer's output (o, down) or input gradient (qkv, gate_up) covers
 the adapters' part.
 
-`lora_linear` is called by linear.py inside the model. It loops over row segments and never masks: a NaN in one slot
-stays in that slot's rows. Slots without rows cost nothing.
+`lora_linear` is called by linear.py inside the model. In bfloat16 on CUDA kernels/lora.py does all row segments at
+once, elsewhere a loop. Neither masks: a NaN in one slot stays in that slot's rows. Slots without rows cost nothing.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lorafleet_runtime.trainer.kernels import lora as kernels
 from lorafleet_runtime.trainer.layout import PARENT, SITES, FlatTensor, flat_layout
 from lorafleet_runtime.trainer.parallel import Ranks
 from lorafleet_runtime.trainer.shape import ModelShape
@@ -146,20 +148,21 @@ class Segment(NamedTuple):
     end: int
 
 
-@dataclass(slots=True)
-class LoraContext:
-    """Which rows of the pass under way use which adapter; model.py sets it before each pass."""
-
-    ranks: Ranks
-    segments: tuple[Segment, ...] = ()
-
-
 class Columns(NamedTuple):
     """Where a projection's outputs lie in its site's output row, seen as [groups, width]."""
 
     groups: int
     start: int
     end: int
+
+
+class SiteTables(NamedTuple):
+    """All segments of a pass at one site, for kernels/lora.py."""
+
+    a: tuple[kernels.Table, ...]
+    b: tuple[kernels.Table, ...]
+    width: int
+    """Of the hidden buffer: room for the largest rank times targets."""
 
 
 class LoraPlan(NamedTuple):
@@ -171,6 +174,67 @@ class LoraPlan(NamedTuple):
     """Where each projection of the site lies in the output."""
     ranks: Ranks | None = None
     """Over which the gradient of the input is summed; None where it is whole."""
+    layer: int = 0
+    tables: SiteTables | None = None
+    """The same work for kernels/lora.py; None to loop over it."""
+
+
+@dataclass(slots=True)
+class LoraContext:
+    """Which rows of the pass under way use which adapter; model.py sets it before each pass."""
+
+    ranks: Ranks
+    grouped: bool = False
+    """kernels/lora.py does all segments at once; otherwise a loop."""
+    segments: tuple[Segment, ...] = ()
+    _tables: dict[str, SiteTables] = field(default_factory=dict)
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Set what the next pass uses."""
+        self.segments, self._tables = tuple(segments), {}
+
+    def plan(self, layer: int, site: str, columns: tuple[Columns, ...], sum_input_gradient: bool) -> LoraPlan | None:
+        """The LoRA work of one linear, or None when no row has an adapter there.
+
+        Args:
+            layer: of the linear.
+            site: of the linear.
+            columns: where each projection of the site lies in its output.
+            sum_input_gradient: every tensor-parallel rank has a part of it (Megatron's allreduce_dgrad).
+        """
+        key = (layer, site)
+        work = tuple((s.adapter.sites[key], s.start, s.end) for s in self.segments if key in s.adapter.sites)
+        if not work:
+            return None
+        if self.grouped and site not in self._tables:
+            self._tables[site] = _site_tables(site, self.segments, columns)
+        tables = self._tables.get(site)
+        return LoraPlan(work, columns, self.ranks if sum_input_gradient else None, layer, tables)
+
+
+def _site_tables(site: str, segments: Iterable[Segment], columns: tuple[Columns, ...]) -> SiteTables:
+    a: list[kernels.Job] = []
+    b: list[kernels.Job] = []
+    for adapter, start, end in segments:
+        matrices = adapter.sites.get((0, site))
+        if matrices is None:
+            continue
+        rank, layer_stride = matrices.rank, adapter.weights.numel() // adapter.shape.num_layers
+        stacked, wide = matrices.a.shape
+        addresses = matrices.a.data_ptr(), matrices.grad_a.data_ptr()
+        a.append(
+            kernels.Job(start, end, *addresses, layer_stride, stacked, wide, wide, 1, 0, wide, 0, 0, matrices.scale)
+        )
+        row = sum(c.groups * (c.end - c.start) for c in columns)
+        for i, part in enumerate(matrices.parts):
+            at, outputs = columns[part.projection], len(part.b)
+            addresses = part.b.data_ptr(), part.grad_b.data_ptr()
+            place = (i * rank, at.end - at.start, at.start, row // at.groups)
+            b.append(kernels.Job(start, end, *addresses, layer_stride, rank, outputs, 1, rank, *place, matrices.scale))
+    device, size = adapter.weights.device, adapter.weights.element_size()
+    return SiteTables(
+        kernels.make_tables(a, device, size), kernels.make_tables(b, device, size), max(job.size_j for job in a)
+    )
 
 
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LoraPlan) -> Tensor:
@@ -197,14 +261,7 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, plan: LoraPlan) -> Tensor:
         y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
-        hidden: list[Tensor] = []
-        for site, start, end in plan.work:
-            h = (x[start:end] @ site.a.t()).mul_(site.scale)
-            hidden.append(h)
-            for i, part in enumerate(site.parts):
-                _add_columns(
-                    y[start:end], h[:, i * site.rank : (i + 1) * site.rank], part.b, plan.columns[part.projection]
-                )
+        hidden = _add_each(x, y, plan) if plan.tables is None else _add_all(x, y, plan, plan.tables)
         ctx.save_for_backward(x, weight, *hidden)
         ctx.plan = plan
         return y
@@ -212,22 +269,61 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *hidden = ctx.saved_tensors
+        plan: LoraPlan = ctx.plan
         dy = grads[0].contiguous()
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        for (site, start, end), h in zip(ctx.plan.work, hidden, strict=True):
-            dh = torch.empty_like(h)
-            for i, part in enumerate(site.parts):
-                rank_columns = slice(i * site.rank, (i + 1) * site.rank)
-                d = _take_columns(dy[start:end], ctx.plan.columns[part.projection])
-                torch.mm(d, part.b, out=dh[:, rank_columns])
-                _add_product(part.grad_b, d.t(), h[:, rank_columns])
-            dh.mul_(site.scale)
-            _add_product(site.grad_a, dh.t(), x[start:end])
-            if dx is not None:
-                dx[start:end].addmm_(dh, site.a)
-        if dx is not None and ctx.plan.ranks is not None:
-            ctx.plan.ranks.sum_over_tp(dx)
+        if plan.tables is None:
+            _backward_each(x, dy, dx, hidden, plan)
+        else:
+            _backward_all(x, dy, dx, hidden[0], plan, plan.tables)
+        if dx is not None and plan.ranks is not None:
+            plan.ranks.sum_over_tp(dx)
         return dx, None, None, None, None
+
+
+def _add_all(x: Tensor, y: Tensor, plan: LoraPlan, tables: SiteTables) -> list[Tensor]:
+    """y += scale * (x A^T) B^T on every segment. Returns what the backward pass needs of it."""
+    h = x.new_empty(len(x), tables.width)
+    for table in tables.a:
+        kernels.narrow(x, h, table, plan.layer)
+    for table in tables.b:
+        kernels.widen(h, y, table, plan.layer)
+    return [h]
+
+
+def _backward_all(x: Tensor, dy: Tensor, dx: Tensor | None, h: Tensor, plan: LoraPlan, tables: SiteTables) -> None:
+    dh = torch.empty_like(h)
+    for table in tables.b:
+        kernels.narrow(dy, dh, table, plan.layer)
+        kernels.add_gradients(dy, h, table, plan.layer)
+    for table in tables.a:
+        kernels.add_gradients(x, dh, table, plan.layer)
+        if dx is not None:
+            kernels.widen(dh, dx, table, plan.layer)
+
+
+def _add_each(x: Tensor, y: Tensor, plan: LoraPlan) -> list[Tensor]:
+    hidden = []
+    for site, start, end in plan.work:
+        h = (x[start:end] @ site.a.t()).mul_(site.scale)
+        hidden.append(h)
+        for i, part in enumerate(site.parts):
+            _add_columns(y[start:end], h[:, i * site.rank : (i + 1) * site.rank], part.b, plan.columns[part.projection])
+    return hidden
+
+
+def _backward_each(x: Tensor, dy: Tensor, dx: Tensor | None, hidden: list[Tensor], plan: LoraPlan) -> None:
+    for (site, start, end), h in zip(plan.work, hidden, strict=True):
+        dh = torch.empty_like(h)
+        for i, part in enumerate(site.parts):
+            rank_columns = slice(i * site.rank, (i + 1) * site.rank)
+            d = _take_columns(dy[start:end], plan.columns[part.projection])
+            torch.mm(d, part.b, out=dh[:, rank_columns])
+            _add_product(part.grad_b, d.t(), h[:, rank_columns])
+        dh.mul_(site.scale)
+        _add_product(site.grad_a, dh.t(), x[start:end])
+        if dx is not None:
+            dx[start:end].addmm_(dh, site.a)
 
 
 def _add_columns(y: Tensor, h: Tensor, b: Tensor, at: Columns) -> None:

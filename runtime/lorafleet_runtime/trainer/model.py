@@ -6,6 +6,7 @@ meet here. It patches nothing: packed rows, rotary tables and LoRA reach the lay
 and a context object.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lorafleet_runtime.errors import ConfigError
-from lorafleet_runtime.trainer.attention import GroupRows, Layout, PrefixSharedAttention, make_layout
+from lorafleet_runtime.trainer.attention import GroupRows, HeadNorm, Layout, PrefixSharedAttention, Tables, make_layout
+from lorafleet_runtime.trainer.kernels.swiglu import swiglu
 from lorafleet_runtime.trainer.linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from lorafleet_runtime.trainer.lora import Columns, LoraContext, Segment
 from lorafleet_runtime.trainer.losses.head import Vocabulary
 from lorafleet_runtime.trainer.parallel import COLLECTIVE_TIMEOUT_SECONDS, Ranks
 from lorafleet_runtime.trainer.shape import ModelShape, read_shape
+from lorafleet_runtime.trainer.transfer import to_device
 from lorafleet_runtime.trainer.weights import Target, load_weights
 
 
@@ -45,23 +48,35 @@ class BaseModel:
         device: where the parameters live.
         ranks: of the trainer.
         recompute: compute each layer's activations again in the backward pass instead of keeping them.
+        deterministic: add in a fixed order everywhere.
 
     Raises:
         ConfigError: config.json or the weights do not fit, or cannot be split over the tensor-parallel ranks.
     """
 
     def __init__(
-        self, directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks, recompute: bool = False
+        self,
+        directory: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        recompute: bool = False,
+        deterministic: bool = False,
     ) -> None:
         """Build and fill the model."""
         self.shape = read_shape(directory)
         _check_split(self.shape, ranks.tp)
         self.dtype, self.device, self.recompute = dtype, device, recompute
-        self._ranks, self._context = ranks, LoraContext(ranks)
+        self._fused = device.type == "cuda" and dtype != torch.float64  # which the kernels do not know
+        self._ranks, self._context = ranks, LoraContext(ranks, self._fused and dtype == torch.bfloat16)
+        one_call = self._fused and dtype == torch.bfloat16
+        self._tables = Tables(self.shape.head_dim, self.shape.rope, device, dtype, one_call)
+        if deterministic and device.type == "cuda":
+            _fix_order()
         if not parallel_state.model_parallel_is_initialized():
             minutes = COLLECTIVE_TIMEOUT_SECONDS // 60
             parallel_state.initialize_model_parallel(ranks.tp, distributed_timeout_minutes=minutes)
-        self._model = _build(self.shape, dtype, device)
+        self._model = _build(self.shape, dtype, device, self._fused)
         load_weights(directory, _targets(self._model, self.shape, ranks), self.shape.tied)
         self._attach()
 
@@ -85,9 +100,9 @@ class BaseModel:
         Returns:
             [T, hidden].
         """
-        layout = make_layout(groups, self.shape.head_dim, self.shape.rope, self.device, self.dtype)
+        layout = make_layout(groups, self._tables)
         packed = _packed(layout, self.device)
-        self._context.segments = tuple(segments)
+        self._context.begin(segments)
         x = self._model.embedding(ids[None], None)
         for layer in self._model.decoder.layers:
             if self.recompute and torch.is_grad_enabled():
@@ -116,6 +131,9 @@ class BaseModel:
             attention, mlp = layer.self_attention, layer.mlp
             attention.linear_qkv.attach(self._context, i, "qkv", qkv)
             attention.linear_proj.attach(self._context, i, "o", (Columns(1, 0, hidden),))
+            if self._fused:
+                norms = (attention.q_layernorm, attention.k_layernorm)
+                attention.core_attention.fuse(*(norm.weight if self.shape.qk_norm else None for norm in norms))
             mlp.linear_fc1.attach(self._context, i, "gate_up", (Columns(1, 0, ffn), Columns(1, ffn, 2 * ffn)))
             mlp.linear_fc2.attach(self._context, i, "down", (Columns(1, 0, hidden),))
 
@@ -125,9 +143,16 @@ def _run_layer(layer: Any, x: Tensor, packed: _PackedPass) -> Tensor:
     return out
 
 
+def _fix_order() -> None:
+    """Let torch, and flash attention's backward pass with it, add in a fixed order in this process."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it; read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def _packed(layout: Layout, device: torch.device) -> _PackedPass:
     sizes = [group.total for group in layout.groups]
-    bounds = torch.tensor([0, *sizes], device=device).cumsum(0).int()
+    bounds = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
     return _PackedPass(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -150,7 +175,17 @@ def _check_split(shape: ModelShape, tp: int) -> None:
             )
 
 
-def _build(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Any:
+class _Activation(torch.nn.Module):
+    """The MLP's activation as a kernel; megatron constructs it where it would construct Transformer Engine's."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+
+def _build(shape: ModelShape, dtype: torch.dtype, device: torch.device, fused: bool) -> Any:
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -168,6 +203,7 @@ def _build(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
+        use_te_activation_func=fused,  # the seam for _Activation; nothing of Transformer Engine is used
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -183,6 +219,10 @@ def _build(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Any:
     attention.linear_qkv, attention.linear_proj = LoraColumnParallelLinear, LoraRowParallelLinear
     mlp = _submodules(layer.mlp)
     mlp.linear_fc1, mlp.linear_fc2 = LoraColumnParallelLinear, LoraRowParallelLinear
+    if fused:
+        mlp.activation_func = _Activation
+        if shape.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = HeadNorm
     model = GPTModel(
         config,
         ModuleSpec(module=TransformerLayer, submodules=layer),

@@ -19,7 +19,7 @@ from lorafleet_runtime.trainer.batch import MicroBatch, Work, make_micro_batch, 
 from lorafleet_runtime.trainer.lora import Segment
 from lorafleet_runtime.trainer.losses.head import head_logprobs, head_loss
 from lorafleet_runtime.trainer.losses.policy import PolicyTokens, policy_loss
-from lorafleet_runtime.trainer.losses.statistics import span_statistics
+from lorafleet_runtime.trainer.losses.statistics import read, span_sums
 from lorafleet_runtime.trainer.model import BaseModel
 from lorafleet_runtime.trainer.parallel import Ranks
 from lorafleet_runtime.trainer.shape import ModelShape
@@ -67,10 +67,17 @@ def run_passes(
     """
     work = [piece for number, tally in tallies.items() for piece in _work(number, slots[number], tally, settings)]
     rows = 0
+    numbers: list[int] = []
+    sums: list[Tensor] = []
     for with_kl in (False, True):  # a pass with a KL term runs the base model too, which others should not pay for
         chosen = [piece for piece in work if (piece.params.kl_coef > 0) is with_kl]
         for members in pack(chosen, settings.micro_batch_tokens, settings.deterministic):
-            rows += _pass(model, slots, tallies, members)
+            batch, found = _pass(model, slots, tallies, members)
+            rows += batch.num_rows
+            numbers += [number for number, _, _ in batch.spans]
+            sums.append(found)
+    for number, statistics in zip(numbers, read(sums), strict=True):
+        observe(tallies[number], statistics)
     return _add_up(tallies, rows, ranks)
 
 
@@ -80,8 +87,10 @@ def _work(number: int, slot: Slot, tally: Tally, settings: TrainerSpec) -> list[
     return [piece for group in needed for piece in split_group(number, slot.params, group, budget)]
 
 
-def _pass(model: BaseModel, slots: Mapping[int, Slot], tallies: Mapping[int, Tally], members: Sequence[Work]) -> int:
-    """One forward and backward pass. Returns its rows without padding."""
+def _pass(
+    model: BaseModel, slots: Mapping[int, Slot], tallies: Mapping[int, Tally], members: Sequence[Work]
+) -> tuple[MicroBatch, Tensor]:
+    """One forward and backward pass, and the sums of its spans. Waits for the device only where steps are recorded."""
     loss_type = torch.float64 if model.dtype == torch.float64 else torch.float32
     batch = make_micro_batch(members, model.device, loss_type)
     segments = [Segment(slots[n].adapter, start, end) for n, start, end in batch.segments]
@@ -97,11 +106,10 @@ def _pass(model: BaseModel, slots: Mapping[int, Slot], tallies: Mapping[int, Tal
             lambda logprob, first, last: policy_loss(logprob, policy.slice(first, last)),
         )
         grad = torch.zeros_like(hidden).index_copy_(0, batch.rows, result.grad_hidden)
-        for (number, _, _), found in zip(batch.spans, span_statistics(result, policy, batch.spans), strict=True):
-            observe(tallies[number], found)
+        sums = span_sums(result, policy, batch.spans)
         _keep_logprobs(slots, tallies, members, result.logprob)
     torch.autograd.backward(hidden, grad)
-    return batch.num_rows
+    return batch, sums
 
 
 def _keep_logprobs(

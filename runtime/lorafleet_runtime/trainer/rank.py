@@ -96,7 +96,7 @@ class TrainerRank:
         self._base_name = pool_spec.base_model.name or pool_spec.base_model.path or model_path
         self._digest = common_digest(model_path, ranks)
         dtype = dtype or _DTYPES[pool_spec.base_model.dtype]
-        self._model = BaseModel(model_path, dtype, device, ranks, trainer.recompute)
+        self._model = BaseModel(model_path, dtype, device, ranks, trainer.recompute, trainer.deterministic)
         self._slots: dict[int, Slot] = {}
         self._keeps_snapshots = snapshots is not None
         self._snapshots = Snapshots(snapshots if ranks.is_first else None)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lorafleet_runtime.trainer.kernels.softmax import row_statistics, write_gradient
 from lorafleet_runtime.trainer.parallel import Ranks
 
 _CHUNK_ELEMENTS_CPU = 1 << 24
@@ -24,6 +25,8 @@ class HeadTokens(NamedTuple):
 
     row: Tensor
     """[N] int64, index into the U rows, not decreasing."""
+    host_row: Tensor
+    """The same on the CPU: a look at the device's would wait for it."""
     label: Tensor
     """[N] int64 token ids."""
     inverse_temperature: Tensor
@@ -37,31 +40,10 @@ class Vocabulary(NamedTuple):
     """[own vocabulary, hidden]."""
     ranks: Ranks
 
-    def logits(self, hidden: Tensor, scale: Tensor) -> Tensor:
-        """[n, own vocabulary], at least float32."""
-        logits = hidden @ self.weight.t()
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        return logits.mul_(scale)
-
-    def log_total(self, logits: Tensor) -> Tensor:
-        """[n]: log of the sum of exponentials over the whole vocabulary."""
-        _, total, largest = self._exponentials(logits)
-        return total.log() + largest
-
-    def log_total_and_mean(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """[n]: as `log_total`; [n]: this rank's addend to the mean logit under the softmax, the sum of p x logit."""
-        exponentials, total, largest = self._exponentials(logits)
-        return total.log() + largest, exponentials.mul_(logits).sum(dim=-1).div_(total)
-
-    def _exponentials(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(logits - largest) [n, own vocabulary], their sum [n] and the largest logit [n] over all ranks.
-
-        As torch.logsumexp does it, bit for bit; that makes the same buffer and throws it away.
-        """
-        largest = self.ranks.max_over_tp(logits.amax(dim=-1))
-        exponentials = (logits - largest[:, None]).exp_()
-        return exponentials, self.ranks.sum_over_tp(exponentials.sum(dim=-1)), largest
+    def softmax(self, hidden: Tensor, inverse_temperature: Tensor) -> "_Softmax | _FusedSoftmax":
+        """Of the rows [n, hidden] at their temperatures [n]."""
+        fused = hidden.is_cuda and hidden.dtype != torch.float64
+        return (_FusedSoftmax if fused else _Softmax)(self, hidden, inverse_temperature)
 
     def locate(self, label: Tensor) -> tuple[Tensor, Tensor]:
         """[N] columns of the labels on this rank, and [N] whether they are here; elsewhere the column is 0."""
@@ -70,11 +52,66 @@ class Vocabulary(NamedTuple):
         here = (column >= 0) & (column < size)
         return column.where(here, column.new_zeros(())), here
 
-    def pick(self, logits: Tensor, row: Tensor, label: Tensor) -> Tensor:
-        """[N]: the labels' logits."""
-        column, here = self.locate(label)
-        found = logits[row, column]
-        return self.ranks.sum_over_tp(found.where(here, found.new_zeros(())))
+
+class _Softmax:
+    """The softmax of a chunk of rows in plain torch, at least in float32."""
+
+    def __init__(self, vocabulary: Vocabulary, hidden: Tensor, inverse_temperature: Tensor) -> None:
+        self._vocabulary, self._ranks, self._scale = vocabulary, vocabulary.ranks, inverse_temperature[:, None]
+        logits = hidden @ vocabulary.weight.t()
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        self._logits = logits.mul_(self._scale)
+        largest = self._ranks.max_over_tp(self._logits.amax(dim=-1))
+        # As torch.logsumexp does it, bit for bit; that makes the same buffer and throws it away.
+        exponentials = (self._logits - largest[:, None]).exp_()
+        total = self._ranks.sum_over_tp(exponentials.sum(dim=-1))
+        self.log_total = total.log() + largest
+        """[n]: log of the sum of exponentials over the whole vocabulary."""
+        self.mean = exponentials.mul_(self._logits).sum(dim=-1).div_(total)
+        """[n]: this rank's addend to the mean logit, the sum of p x logit."""
+
+    def logprobs(self, row: Tensor, label: Tensor) -> Tensor:
+        """[N]: log-probabilities of labels [N] in rows [N] of the chunk."""
+        column, here = self._vocabulary.locate(label)
+        found = self._logits[row, column]
+        return self._ranks.sum_over_tp(found.where(here, found.new_zeros(()))) - self.log_total[row]
+
+    def grad_hidden(self, row: Tensor, label: Tensor, slope: Tensor) -> Tensor:
+        """[n, hidden]: this rank's addend to the gradient, with the slope [N] of each token's loss. Ends the use.
+
+        d logprob / d logits = onehot - softmax, times the slope of every token that uses the row.
+        """
+        total = torch.zeros_like(self.log_total).index_add_(0, row, slope)
+        d = self._logits.sub_(self.log_total[:, None]).exp_().mul_(-total[:, None])
+        column, here = self._vocabulary.locate(label)
+        d.index_put_((row, column), slope.where(here, slope.new_zeros(())), accumulate=True)
+        weight = self._vocabulary.weight
+        return d.mul_(self._scale).to(weight.dtype) @ weight
+
+
+class _FusedSoftmax:
+    """The same by kernels/softmax.py, which reads the logits once for each of the two and makes no copy of them."""
+
+    def __init__(self, vocabulary: Vocabulary, hidden: Tensor, inverse_temperature: Tensor) -> None:
+        self._vocabulary, self._ranks, self._scale = vocabulary, vocabulary.ranks, inverse_temperature
+        self._logits = hidden @ vocabulary.weight.t()
+        own, entropy = row_statistics(self._logits, self._scale)
+        largest = self._ranks.max_over_tp(own)
+        self.log_total = self._ranks.sum_over_tp((own - largest).exp_()).log_().add_(largest)
+        self.mean = (own - self.log_total).exp_().mul_(own - entropy)
+
+    def logprobs(self, row: Tensor, label: Tensor) -> Tensor:
+        column, here = self._vocabulary.locate(label)
+        found = self._logits[row, column].to(self._scale.dtype) * self._scale[row]
+        return self._ranks.sum_over_tp(found.where(here, found.new_zeros(()))) - self.log_total[row]
+
+    def grad_hidden(self, row: Tensor, label: Tensor, slope: Tensor) -> Tensor:
+        d = self._logits
+        write_gradient(d, self._scale, self.log_total, torch.zeros_like(self.log_total).index_add_(0, row, slope))
+        column, here = self._vocabulary.locate(label)
+        d.index_put_((row, column), (slope * self._scale[row] * here).to(d.dtype), accumulate=True)
+        return d @ self._vocabulary.weight
 
 
 class HeadResult(NamedTuple):
@@ -102,25 +139,18 @@ def head_loss(hidden: Tensor, vocabulary: Vocabulary, tokens: HeadTokens, loss: 
     grad = torch.empty_like(hidden)
     logprobs, losses, log_totals, means = [], [], [], []
     for start, end, first, last in _chunks(hidden, vocabulary, tokens):
-        scale = tokens.inverse_temperature[start:end, None]
-        logits = vocabulary.logits(hidden[start:end], scale)
+        softmax = vocabulary.softmax(hidden[start:end], tokens.inverse_temperature[start:end])
         row, label = tokens.row[first:last] - start, tokens.label[first:last]
-        log_total, mean = vocabulary.log_total_and_mean(logits)
-        logprob = vocabulary.pick(logits, row, label) - log_total[row]
+        logprob = softmax.logprobs(row, label)
         leaf = logprob.detach().requires_grad_(True)
         with torch.enable_grad():
             value = loss(leaf, first, last)
             (slope,) = torch.autograd.grad(value.sum(), leaf)
-        # d logprob / d logits = onehot - softmax, times the slope of every token that uses the row
-        total = torch.zeros_like(log_total).index_add_(0, row, slope)
-        d = logits.sub_(log_total[:, None]).exp_().mul_(-total[:, None])
-        column, here = vocabulary.locate(label)
-        d.index_put_((row, column), slope.where(here, slope.new_zeros(())), accumulate=True)
-        grad[start:end] = d.mul_(scale).to(vocabulary.weight.dtype) @ vocabulary.weight
+        grad[start:end] = softmax.grad_hidden(row, label, slope)
         logprobs.append(logprob)
         losses.append(value.detach())
-        log_totals.append(log_total)
-        means.append(mean)
+        log_totals.append(softmax.log_total)
+        means.append(softmax.mean)
     # -sum p log p = log_total - sum p x logit; a rounding error below 0 would read as a mistake
     entropy = (torch.cat(log_totals) - vocabulary.ranks.sum_over_tp(torch.cat(means))).clamp_(min=0)[tokens.row]
     return HeadResult(torch.cat(logprobs), torch.cat(losses), entropy, vocabulary.ranks.sum_over_tp(grad))
@@ -130,9 +160,8 @@ def head_logprobs(hidden: Tensor, vocabulary: Vocabulary, tokens: HeadTokens) ->
     """Log-probabilities [N] only; arguments as for `head_loss`."""
     out = []
     for start, end, first, last in _chunks(hidden, vocabulary, tokens):
-        logits = vocabulary.logits(hidden[start:end], tokens.inverse_temperature[start:end, None])
-        row, label = tokens.row[first:last] - start, tokens.label[first:last]
-        out.append(vocabulary.pick(logits, row, label) - vocabulary.log_total(logits)[row])
+        softmax = vocabulary.softmax(hidden[start:end], tokens.inverse_temperature[start:end])
+        out.append(softmax.logprobs(tokens.row[first:last] - start, tokens.label[first:last]))
     return torch.cat(out)
 
 
@@ -141,5 +170,5 @@ def _chunks(hidden: Tensor, vocabulary: Vocabulary, tokens: HeadTokens) -> list[
     elements = _CHUNK_ELEMENTS_CUDA if hidden.is_cuda else _CHUNK_ELEMENTS_CPU
     size = max(16, elements // len(vocabulary.weight))
     bounds = [*range(0, len(hidden), size), len(hidden)]
-    edges = torch.searchsorted(tokens.row, torch.tensor(bounds, device=hidden.device)).tolist()
+    edges = torch.searchsorted(tokens.host_row, torch.tensor(bounds)).tolist()
     return list(zip(bounds[:-1], bounds[1:], edges[:-1], edges[1:], strict=True))

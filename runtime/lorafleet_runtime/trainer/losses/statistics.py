@@ -1,13 +1,14 @@
 """What a run's response tokens show of its policy and its loss, for people; docs/algorithms.md has the formulas.
 
-Called by passes.py once per pass; nothing here has a gradient. Sums stay on the device until one small table of them,
-a row per run, goes to the host: the host waits for the device once per pass, however many runs share it.
+Called by passes.py; nothing here has a gradient. Sums stay on the device, a row per run and pass, until all passes of a
+batch are queued: the host waits for the device once per batch, and prepares one pass while the device computes another.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lorafleet_runtime.trainer.losses.clip import stopped
 from lorafleet_runtime.trainer.losses.head import HeadResult
@@ -28,10 +29,8 @@ class SpanStatistics(NamedTuple):
     mismatch_max: float
 
 
-def span_statistics(
-    result: HeadResult, tokens: PolicyTokens, spans: Sequence[tuple[int, int, int]]
-) -> list[SpanStatistics]:
-    """The statistics of each span, from its own tokens alone.
+def span_sums(result: HeadResult, tokens: PolicyTokens, spans: Sequence[tuple[int, int, int]]) -> Tensor:
+    """The sums of each span, from its own tokens alone: [spans, 12] float64 on the device, for `read`.
 
     Args:
         result: of the pass's N tokens.
@@ -52,7 +51,12 @@ def span_statistics(
     table = torch.stack([value.double() for value in values])
     gaps = table[1:2]
     rows = [torch.cat((table[:, a:b].sum(dim=1), gaps[:, a:b].amax(dim=1))) for _, a, b in spans]
+    return torch.stack(rows)
+
+
+def read(sums: Sequence[Tensor]) -> list[SpanStatistics]:
+    """Fetch the sums of several passes from the device, in order."""
     return [
-        SpanStatistics(PolicySums(*sums), loss, not_finite == 0, largest)
-        for *sums, loss, not_finite, largest in torch.stack(rows).tolist()
+        SpanStatistics(PolicySums(*policy), loss, not_finite == 0, largest)
+        for *policy, loss, not_finite, largest in (torch.cat(tuple(sums)).tolist() if sums else ())
     ]

@@ -14,7 +14,7 @@ from lorafleet_runtime.trainer.losses.clip import NO_DUAL_CLIP, clipped_loss, st
 from lorafleet_runtime.trainer.losses.head import HeadResult
 from lorafleet_runtime.trainer.losses.mismatch import CLIP, MASK, OFF
 from lorafleet_runtime.trainer.losses.policy import PolicyTokens
-from lorafleet_runtime.trainer.losses.statistics import SpanStatistics, span_statistics
+from lorafleet_runtime.trainer.losses.statistics import SpanStatistics, read, span_sums
 from lorafleet_runtime.types import PolicyMeans, PolicySums
 
 Token = dict[str, float]
@@ -39,7 +39,7 @@ def statistics(*runs: list[Token]) -> list[SpanStatistics]:
     result = HeadResult(column("logprob"), column("loss"), column("entropy"), torch.zeros(0))
     ends = torch.tensor([len(run) for run in runs]).cumsum(0).tolist()
     spans = [(i, end - len(run), end) for i, (run, end) in enumerate(zip(runs, ends, strict=True))]
-    return span_statistics(result, PolicyTokens(**{name: column(name) for name in DEFAULTS}), spans)
+    return read([span_sums(result, PolicyTokens(**{name: column(name) for name in DEFAULTS}), spans)])
 
 
 def means(*tokens: Token) -> PolicyMeans:

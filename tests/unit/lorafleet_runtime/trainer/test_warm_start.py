@@ -108,6 +108,19 @@ def test_another_scale_or_place_is_refused_by_field(tmp_path: Path, fields: dict
     assert text in refusal(tmp_path, **fields)
 
 
+def test_the_directory_of_a_run_points_to_its_checkpoints(tmp_path: Path) -> None:
+    """It is one level too high; the path is told once, and no errno."""
+    write(tmp_path)
+    for step in (5, 10):
+        (tmp_path / f"source/step_{step}").mkdir()
+    (tmp_path / "source/adapter_config.json").unlink()
+    assert refusal(tmp_path) == (
+        f"initFrom: {tmp_path}/source/adapter_config.json cannot be read (No such file or directory); this is a run's"
+        " directory: give one of its checkpoints, for example step_10"
+    )
+    assert "relative to the pool's storage; of a run NAMESPACE/NAME/UID/step_N" in refusal(tmp_path, initFrom="nowhere")
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_pipe_a_folder_and_a_link_out_of_the_storage_are_refused(tmp_path: Path, name: str) -> None:
     root = tmp_path / "root"
