@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 MODULES := lorafleet_api lorafleet_operator lorafleet_runtime lorafleet_cli lorafleet_local
 
-.PHONY: help setup demo demo-full up down status check test test-numerics test-chaos test-durability generate bench-demo bench-demo-full bench-trainer clean
+.PHONY: help setup demo demo-full up down status check test test-numerics test-chaos test-durability generate bench-demo bench-demo-full bench-trainer bench-trainer-gpu clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ bench-demo-full: setup ## Run demo-full and write its figures into bench/demo.js
 
 bench-trainer: setup ## Measure the trainer alone and beside plain HF + PEFT, and write bench/trainer.json
 	@exec $(BIN)/python -m lorafleet_local.bench_trainer
+
+bench-trainer-gpu: ## Measure training throughput on one CUDA device beside PEFT, and write bench/trainer_gpu.json
+	@exec $(BIN)/python -W ignore -m lorafleet_local.bench_trainer_gpu
 
 clean: down ## Remove the environment and this checkout's state; the cache outside the tree stays
 	rm -rf .venv .lorafleet .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

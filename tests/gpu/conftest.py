@@ -1,5 +1,6 @@
 """Fixtures of the tests that need CUDA: no part of `make test`; run them with `pytest tests/gpu` on a GPU node."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,13 @@ def cuda() -> None:
     """Say at once what is missing."""
     if not torch.cuda.is_available():
         pytest.fail("torch sees no CUDA device; run tests/gpu on a GPU node", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def usual_order() -> Iterator[None]:
+    """A deterministic trainer asks for a fixed order in its whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")
