@@ -20,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from lorafleet_runtime.engines import clean_blocks
 from lorafleet_runtime.engines.backend import Adapter, EngineDead
 from lorafleet_runtime.engines.settings import CPU_ENVIRONMENT, DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig
 from lorafleet_runtime.errors import Retryable
@@ -30,14 +31,20 @@ _SEQUENCE_FIELDS = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
 
 
 class VllmBackend:
-    """One vLLM AsyncLLM. Make it on the event loop that will use it; that takes 10 to 170 seconds."""
+    """One vLLM AsyncLLM. Make it on the event loop that will use it; that takes 10 to 170 seconds.
+
+    Raises:
+        ConfigError: vLLM did not load the plugin that keeps runs apart.
+    """
 
     def __init__(self, config: EngineConfig, base: BaseModel) -> None:
         self._stop_token_ids = base.stop_token_ids
         self._has_tokenizer = base.has_tokenizer
         if current_platform.is_cpu():
             os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if k not in config.env})
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config, base)))
+        arguments = AsyncEngineArgs(**engine_arguments(config, base))  # loads vLLM's plugins
+        clean_blocks.check()
+        self._llm = AsyncLLM.from_engine_args(arguments)
 
     @property
     def dead(self) -> bool:

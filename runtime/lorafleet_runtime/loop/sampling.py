@@ -10,6 +10,7 @@ maxStaleness 0 nothing starts before the version of the last step is on every en
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable, RunError, unforeseen
@@ -78,6 +79,8 @@ async def _sample_group(fleet: Fleet, run: Run, state: RunState, index: int, ver
         outcome = await _ask(fleet, run, state, index, version)
     except RunError as error:
         fault = error.fault(run.uid)
+        if error.reason == reasons.NON_FINITE:
+            fault = replace(fault, message=f"run {run.name}, step {run.step}: {error.message}")
     except Retryable as error:
         if _current(fleet, run, state):
             log.info("run %s: group %d: %s; it is sampled again", run.uid, index, error, extra=about(run.uid))

@@ -8,6 +8,7 @@ and cursors are the loop's. A fault of one run is raised for that run alone; the
 """
 
 import asyncio
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
-from lorafleet_api.v1alpha1.reasons import REWARD_ERROR
+from lorafleet_api.v1alpha1.reasons import NON_FINITE, REWARD_ERROR
 from lorafleet_runtime.data.prompts import PromptRow, PromptSource, open_source
 from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.rewards.process import RewardFailure, RewardProcess
@@ -145,7 +146,8 @@ class RolloutWorker:
             engine: anything with an async `generate`.
 
         Raises:
-            RunError: RewardError under rewardFailurePolicy Fail; or the engine's word on this run.
+            RunError: RewardError under rewardFailurePolicy Fail; NonFinite for a policy that has diverged; or the
+                engine's word on this run.
             Retryable: the run is not open here, or the engine is away.
         """
         run = self._runs.get(uid)
@@ -170,6 +172,9 @@ class RolloutWorker:
         if len(completions) != params.n or not all(c.token_ids for c in completions):
             complete = sum(bool(c.token_ids) for c in completions)
             return DroppedGroup(uid, version, index, "aborted", f"{complete} of {params.n} completions came back")
+        # Before the reward: what it would say of such a text hides the cause.
+        if not all(map(math.isfinite, (logprob for c in completions for logprob in c.logprobs))):
+            raise RunError(NON_FINITE, _diverged(run.spec, version))
         texts = tuple(self._decoder.text(c) for c in completions)
         rewards: list[float] = []
         for completion, text in zip(completions, texts, strict=True):
@@ -228,6 +233,19 @@ def _samples(spec: AdapterRunSpec, completions: Sequence[Completion], rewards: S
     return tuple(
         Sample(c.token_ids, c.logprobs, reward, advantage, c.finish_reason == "length")
         for c, reward, advantage in zip(completions, rewards, advantages, strict=True)
+    )
+
+
+def _diverged(spec: AdapterRunSpec, version: VersionId) -> str:
+    optimizer = spec.optimizer
+    fixes = ["lower optimizer.lr"]
+    if optimizer.clip_grad == 0:
+        fixes.append("set clipGrad, which is 0")
+    if spec.init_from is not None:
+        fixes.insert(0 if version.n == 1 else len(fixes), f"check the weights of initFrom {spec.init_from}")
+    return (
+        f"its policy has diverged: log-probabilities of its version {version.n} are not finite, with optimizer.lr"
+        f" {optimizer.lr:g} and weightDecay {optimizer.weight_decay:g}; {', or '.join(fixes)}"
     )
 
 

@@ -73,7 +73,10 @@ def check_group(group: PromptGroup, shape: ModelShape) -> None:
         if not math.isfinite(sample.advantage):
             raise RunError(reasons.NON_FINITE, f"{where}: advantage of sample {i} is {sample.advantage}")
         if not all(map(math.isfinite, sample.sampler_logprobs)):
-            raise RunError(reasons.NON_FINITE, f"{where}: a sampler_logprob of sample {i} is not finite")
+            text = (
+                f"{where}: its policy has diverged: a sampler_logprob of sample {i} is not finite; lower optimizer.lr"
+            )
+            raise RunError(reasons.NON_FINITE, text)
 
 
 def _check_ids(ids: tuple[int, ...], vocab_size: int, what: str) -> None:

@@ -312,3 +312,20 @@ async def test_a_version_that_an_engine_lost_is_put_back_and_no_run_fails_for_it
         world.engines[0].target.adapters.clear()
         await world.until(lambda: ended(world, "a"))
     assert world.registry.runs["a"].state == "COMPLETED"
+
+
+async def test_a_policy_that_diverges_fails_its_run_by_name_and_step_and_no_other(world: World) -> None:
+    def sick(uid: str, index: int) -> PromptGroup | DroppedGroup | None:
+        if uid == "a" and index == 2:
+            raise RunError(reasons.NON_FINITE, "its policy has diverged")
+        return None
+
+    world.worker.on_group = sick
+    async with running(world):
+        put(world.registry, "a", numStep=4)
+        put(world.registry, "b", numStep=4)
+        await world.until(lambda: ended(world, "a") and ended(world, "b"))
+    failed, other = world.registry.runs["a"], world.registry.runs["b"]
+    assert (failed.state, failed.reason) == ("FAILED", reasons.NON_FINITE)
+    assert failed.message == f"run {failed.name}, step {failed.step}: its policy has diverged"
+    assert (other.state, other.step) == ("COMPLETED", 4)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import pickle
 import textwrap
@@ -17,7 +18,7 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import save_file
 
-from lorafleet_api.v1alpha1.reasons import DATA_ERROR, INIT_ERROR, INVALID_SPEC, REWARD_ERROR
+from lorafleet_api.v1alpha1.reasons import DATA_ERROR, INIT_ERROR, INVALID_SPEC, NON_FINITE, REWARD_ERROR
 from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.rewards.process import RewardProcess
 from lorafleet_runtime.rollout.worker import RolloutWorker
@@ -148,6 +149,30 @@ async def test_gsm8k_as_it_is_scores_a_right_answer(worker: RolloutWorker, tmp_p
     await worker.open("uid-1", spec(customRmPath=None, rmType="math", **fields))
     got = await group(worker, ScriptedEngine(["#### 1250", "#### 125", "1,250 jars", "#### 1,250"]))
     assert [s.reward for s in got.samples] == [1.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+async def test_a_diverged_policy_is_told_with_its_settings_before_the_reward_sees_it(
+    worker: RolloutWorker, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await worker.open(
+        "uid-1", spec(optimizer={"lr": 0.5, "weightDecay": 1.5, "clipGrad": 0}, rewardFailurePolicy="Fail")
+    )
+    good = completion("1")
+    sick = Completion(completion("raise").token_ids, (-0.5, value), "stop")
+
+    async def generate(*_: object) -> list[Completion]:
+        return [good, good, sick, good]
+
+    engine = ScriptedEngine([])
+    monkeypatch.setattr(engine, "generate", generate)
+    with pytest.raises(RunError) as caught:
+        await group(worker, engine)
+    assert caught.value.reason == NON_FINITE
+    assert caught.value.message == (
+        "its policy has diverged: log-probabilities of its version 3 are not finite, with optimizer.lr 0.5 and "
+        "weightDecay 1.5; lower optimizer.lr, or set clipGrad, which is 0"
+    )
 
 
 async def test_a_rewards_failure_is_told_in_words_that_every_answer_can_carry(worker: RolloutWorker) -> None:
