@@ -10,7 +10,7 @@ from torch import Tensor
 from lorafleet_runtime.trainer.attention import GroupRows, _tree_mask
 from lorafleet_runtime.trainer.kernels.attention import attend, make_sequences
 from lorafleet_runtime.trainer.kernels.rotary import norm_rotate
-from lorafleet_runtime.trainer.kernels.softmax import row_statistics, write_gradient
+from lorafleet_runtime.trainer.kernels.softmax import RowTokens, row_statistics, write_gradient
 from lorafleet_runtime.trainer.kernels.swiglu import swiglu
 from lorafleet_runtime.trainer.layout import PROJECTIONS
 from lorafleet_runtime.trainer.lora import Columns, LoraContext, Segment, SlotAdapter, lora_linear
@@ -106,8 +106,11 @@ def test_softmax_of_a_wide_vocabulary() -> None:
     want = (logits.double() * scale.double()[:, None]).logsumexp(-1)
     torch.testing.assert_close(log_total.double(), want, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(entropy.double(), exact.entropy(), rtol=1e-5, atol=1e-5)
-    write_gradient(logits, scale, log_total, total)
-    slope = -(total * scale).double()[:, None] * exact.probs
+    label = logits.argmax(-1)
+    tokens = RowTokens(torch.arange(21).cuda(), label, total)
+    write_gradient(logits, scale, log_total, tokens)
+    onehot = F.one_hot(label, logits.shape[1])
+    slope = (total * scale).double()[:, None] * (onehot - exact.probs)
     torch.testing.assert_close(logits.double(), slope, rtol=2**-7, atol=1e-12)
 
 

@@ -57,7 +57,7 @@ class Tables(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     one_call: bool
-    """kernels/attention.py does all groups at once."""
+    """kernels/attention.py does all groups at once, where that takes no more than a few times their memory."""
 
 
 def make_layout(groups: tuple[GroupRows, ...], tables: Tables) -> Layout:
@@ -74,9 +74,13 @@ def make_layout(groups: tuple[GroupRows, ...], tables: Tables) -> Layout:
     angles = torch.outer(positions.float(), inverse_frequencies(rope, head_dim, device))
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    if one_call:
-        return Layout(groups, (), cos, sin, make_sequences(groups, device))
-    masks = tuple(_tree_mask(g, device) if g.responses and _prefers_tree(g) else None for g in groups)
+    sequences = make_sequences(groups, device) if one_call else None
+    if sequences is not None:
+        return Layout(groups, (), cos, sin, sequences)
+    # Where copies of prompts are too many for one call, a call per response would make as many.
+    masks = tuple(
+        _tree_mask(g, device) if g.responses and (one_call or _prefers_tree(g)) else None for g in groups
+    )  # fmt: skip
     return Layout(groups, masks, cos, sin)
 
 

@@ -12,7 +12,7 @@ once, elsewhere a loop. Neither masks: a NaN in one slot stays in that slot's ro
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -212,7 +212,9 @@ class LoraContext:
         return LoraPlan(work, columns, self.ranks if sum_input_gradient else None, layer, tables)
 
 
-def _site_tables(site: str, segments: Iterable[Segment], columns: tuple[Columns, ...]) -> SiteTables:
+def _site_tables(site: str, segments: Sequence[Segment], columns: tuple[Columns, ...]) -> SiteTables:
+    # two programs would add to one gradient at once
+    assert len({id(segment.adapter) for segment in segments}) == len(segments), "a slot has one segment of a pass"
     a: list[kernels.Job] = []
     b: list[kernels.Job] = []
     for adapter, start, end in segments:
@@ -253,7 +255,8 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LoraPlan) 
     """
     # Without an input that needs a gradient (layer 0: the embedding is frozen) autograd would skip the backward pass.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    y: Tensor = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, anchor, plan)  # type: ignore[no-untyped-call]
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    y: Tensor = _LoraLinear.apply(rows, weight, bias, anchor, plan)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lorafleet_runtime.errors import ConfigError
 from lorafleet_runtime.trainer.attention import GroupRows, HeadNorm, Layout, PrefixSharedAttention, Tables, make_layout
+from lorafleet_runtime.trainer.kernels.check import check_kernels
 from lorafleet_runtime.trainer.kernels.swiglu import swiglu
 from lorafleet_runtime.trainer.linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from lorafleet_runtime.trainer.lora import Columns, LoraContext, Segment
@@ -32,6 +33,9 @@ from lorafleet_runtime.trainer.parallel import COLLECTIVE_TIMEOUT_SECONDS, Ranks
 from lorafleet_runtime.trainer.shape import ModelShape, read_shape
 from lorafleet_runtime.trainer.transfer import to_device
 from lorafleet_runtime.trainer.weights import Target, load_weights
+
+_FLASH_HEAD_DIM = 256
+"""Largest that flash attention takes."""
 
 
 @dataclass
@@ -51,7 +55,8 @@ class BaseModel:
         deterministic: add in a fixed order everywhere.
 
     Raises:
-        ConfigError: config.json or the weights do not fit, or cannot be split over the tensor-parallel ranks.
+        ConfigError: config.json or the weights do not fit, cannot be split over the tensor-parallel ranks, or the
+            kernels cannot run on this GPU.
     """
 
     def __init__(
@@ -67,12 +72,15 @@ class BaseModel:
         self.shape = read_shape(directory)
         _check_split(self.shape, ranks.tp)
         self.dtype, self.device, self.recompute = dtype, device, recompute
-        self._fused = device.type == "cuda" and dtype != torch.float64  # which the kernels do not know
+        self._fused = _has_kernels(device) and dtype != torch.float64  # which they do not know
         self._ranks, self._context = ranks, LoraContext(ranks, self._fused and dtype == torch.bfloat16)
-        one_call = self._fused and dtype == torch.bfloat16
-        self._tables = Tables(self.shape.head_dim, self.shape.rope, device, dtype, one_call)
-        if deterministic and device.type == "cuda":
-            _fix_order()
+        head_dim = self.shape.head_dim
+        one_call = self._fused and dtype == torch.bfloat16 and head_dim % 8 == 0 and head_dim <= _FLASH_HEAD_DIM
+        self._tables = Tables(head_dim, self.shape.rope, device, dtype, one_call)
+        if device.type == "cuda":
+            _fix_order(deterministic)
+        if self._fused:
+            check_kernels(device, dtype, head_dim, one_call)
         if not parallel_state.model_parallel_is_initialized():
             minutes = COLLECTIVE_TIMEOUT_SECONDS // 60
             parallel_state.initialize_model_parallel(ranks.tp, distributed_timeout_minutes=minutes)
@@ -143,10 +151,16 @@ def _run_layer(layer: Any, x: Tensor, packed: _PackedPass) -> Tensor:
     return out
 
 
-def _fix_order() -> None:
-    """Let torch, and flash attention's backward pass with it, add in a fixed order in this process."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it; read when cuBLAS starts
-    torch.use_deterministic_algorithms(True)
+def _has_kernels(device: torch.device) -> bool:
+    """Flash attention, and matrix products of bfloat16 in Triton, need an Ampere GPU or a newer one."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _fix_order(deterministic: bool) -> None:
+    """Let torch, and flash attention's backward pass with it, add in a fixed order in this process, or not."""
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch asks for it; cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -16,6 +16,8 @@ from torch.nn.attention.varlen import varlen_attn
 from lorafleet_runtime.trainer.transfer import to_device
 
 _COLUMNS = 512
+_MOST_COPIES = 3
+"""Keys of a pass by its rows; torch keeps the copies of every layer for the backward pass."""
 
 
 class Spread(NamedTuple):
@@ -42,8 +44,8 @@ class Sequences(NamedTuple):
     """None where every row is a key of one sequence only."""
 
 
-def make_sequences(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Sequences:
-    """Describe a pass.
+def make_sequences(groups: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Sequences | None:
+    """Describe a pass; None where copies of shared prompts would outgrow it (a long prompt with many responses).
 
     Args:
         groups: (prompt rows, rows of each response), in the order of the pass's rows.
@@ -69,6 +71,8 @@ def make_sequences(groups: Sequence[tuple[int, Sequence[int]]], device: torch.de
             keys.append(prompt + rows)
             ranges += [(start, start + prompt), (row, row + rows)]
             row += rows
+    if sum(keys) > _MOST_COPIES * row:
+        return None
     spread = None
     if sum(keys) > row:
         source = torch.cat([torch.arange(first, end) for first, end in ranges])

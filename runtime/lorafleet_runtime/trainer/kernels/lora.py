@@ -1,9 +1,10 @@
 """LoRA products of all slots of a pass, one Triton launch for each kind of product whatever the number of slots.
 
 Called by lora.py where the model is bfloat16 on CUDA. A job is one slot's matrix M [j, n] at one site (its stacked A,
-or B of one projection) with that slot's rows. A tile never spans two jobs and nothing is added atomically: what a slot
-gets depends on its own rows only, bit for bit, and a NaN stays with its slot. Ranks are true: a job costs what its own
-needs. Grouped products as in S-LoRA (Sheng et al. 2023) and Punica (Chen et al. 2023), here with gradients.
+or B of one projection) with that slot's rows. A tile never spans two jobs and nothing is added atomically: sums have a
+fixed order, a NaN stays with its slot, and where a pass holds one slot (deterministic mode) its bits are its own. Ranks
+are true: a job costs what its own needs. Grouped products as in S-LoRA (Sheng et al. 2023) and Punica (Chen et al.
+2023), here with gradients.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ _ROWS = 64
 """Rows of a tile."""
 _CHUNK = 2048
 """Rows whose weight gradients one program adds up; a job with more has several, added in order."""
-_COLUMNS = (256, 128)
-"""Blocks along n of `widen`, the larger where no block would straddle two groups of columns. Measured on an H200."""
+_COLUMNS = (256, 128, 64)
+"""Blocks along n of `widen`: the largest that straddles no two groups of columns. Measured on an H200."""
 _BLOCKS = 2
 """Blocks that one program widens, one after the other: finding its job takes about as long as one."""
 _FIELDS = tl.constexpr(13)
@@ -64,10 +65,13 @@ class Table(NamedTuple):
     tiles: Tensor
     """[tiles, 2] int64: job, first row."""
     chunks: Tensor
-    """[chunks, 4] int64: job, first row, end row, place among the partial sums or -1."""
+    """[chunks, 4] int64: job, first row, end row, where its partial sum begins or -1 to add to the gradient itself."""
     merges: Tensor
-    """[merges, 3] int64: job, first place, number of places."""
-    places: int
+    """[merges, 3] int64: job, where its partial sums begin, their number."""
+    partial_size: int
+    """Elements of all partial sums."""
+    merge_size: int
+    """Elements of the largest one."""
     max_j: int
     max_n: int
     unit_j: bool
@@ -79,7 +83,7 @@ class Table(NamedTuple):
 
 
 def make_tables(jobs: Sequence[Job], device: torch.device, element_size: int) -> tuple[Table, ...]:
-    """Copy the jobs of a site to the device; ranks that are no multiple of 8 slow down only each other.
+    """Copy the jobs of a site to the device; those whose sizes allow no 16-byte loads slow down only each other.
 
     Args:
         jobs: each with a row at least; all A or all B.
@@ -94,14 +98,14 @@ def _make_table(jobs: Sequence[Job], device: torch.device, fast: bool) -> Table:
     tiles = [(i, row) for i, job in enumerate(jobs) for row in range(job.start, job.end, _ROWS)]
     chunks: list[tuple[int, ...]] = []
     merges: list[tuple[int, ...]] = []
-    places = 0
+    partial_size = 0
     for i, job in enumerate(jobs):
-        starts = range(job.start, job.end, _CHUNK)
-        several = len(starts) > 1
-        chunks += [(i, row, min(row + _CHUNK, job.end), places + k if several else -1) for k, row in enumerate(starts)]
-        if several:
-            merges.append((i, places, len(starts)))
-            places += len(starts)
+        starts, size = range(job.start, job.end, _CHUNK), job.size_j * job.size_n
+        if len(starts) > 1:
+            merges.append((i, partial_size, len(starts)))
+        for row in starts:
+            chunks.append((i, row, min(row + _CHUNK, job.end), partial_size if len(starts) > 1 else -1))
+            partial_size += size if len(starts) > 1 else 0
     fields = [job[:13] for job in jobs]
     flat = [value for rows in (fields, tiles, chunks, merges) for row in rows for value in row]
     sizes = [13 * len(jobs), 2 * len(tiles), 4 * len(chunks), 3 * len(merges)]
@@ -112,12 +116,13 @@ def _make_table(jobs: Sequence[Job], device: torch.device, fast: bool) -> Table:
         tiles=tile.view(-1, 2),
         chunks=chunk.view(-1, 4),
         merges=merge.view(-1, 3),
-        places=places,
+        partial_size=partial_size,
+        merge_size=max((jobs[i].size_j * jobs[i].size_n for i, *_ in merges), default=0),
         max_j=max(job.size_j for job in jobs),
         max_n=max(job.size_n for job in jobs),
         unit_j=jobs[0].stride_j == 1,
         fast=fast,
-        block_n=_COLUMNS[0] if fast and all(_fits(job, _COLUMNS[0]) for job in jobs) else _COLUMNS[1],
+        block_n=next(n for n in _COLUMNS if n == _COLUMNS[-1] or (fast and all(_fits(job, n) for job in jobs))),
     )
 
 
@@ -125,7 +130,7 @@ def _is_fast(job: Job, element_size: int) -> bool:
     stride = job.stride_n if job.stride_j == 1 else job.stride_j
     steps = (job.size_j, job.first_j, stride, job.layer_stride)
     return (
-        _fits(job, _COLUMNS[1])
+        _fits(job, _COLUMNS[-1])
         and all(column % 16 == 0 for column in (job.first, job.group, job.size_n))
         and job.matrix % 16 == 0
         and all(step * element_size % 16 == 0 for step in steps)
@@ -181,16 +186,15 @@ def add_gradients(x: Tensor, h: Tensor, table: Table, layer: int) -> None:
         layer: whose gradient sums; float32.
     """
     block = _block_j(table)
-    partial = torch.empty(table.places * table.max_j * table.max_n, dtype=torch.float32, device=x.device)
+    partial = torch.empty(table.partial_size, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(table.max_n, 64), len(table.chunks), triton.cdiv(table.max_j, block))
     _add_gradients[grid](
-        x, x.stride(0), h, h.stride(0), partial, table.max_j * table.max_n, table.jobs, table.chunks, layer,
+        x, x.stride(0), h, h.stride(0), partial, table.jobs, table.chunks, layer,
         ROWS=_ROWS, J=block, N=64, UNIT_J=table.unit_j, FAST=table.fast, num_warps=4, num_stages=3,
     )  # fmt: skip
-    if table.places:
-        _merge[len(table.merges), triton.cdiv(table.max_j * table.max_n, 1024)](
-            partial, table.max_j * table.max_n, table.jobs, table.merges, layer, BLOCK=1024, num_warps=4
-        )
+    if table.partial_size:
+        merge_grid = (len(table.merges), triton.cdiv(table.merge_size, 1024))
+        _merge[merge_grid](partial, table.jobs, table.merges, layer, BLOCK=1024, num_warps=4)
 
 
 def _block_j(table: Table) -> int:
@@ -319,7 +323,7 @@ def _widen(
 
 @triton.jit(do_not_specialize=["layer"])
 def _add_gradients(
-    x: tl.tensor, x_stride: tl.tensor, h: tl.tensor, h_stride: tl.tensor, partial: tl.tensor, place_size: tl.tensor,
+    x: tl.tensor, x_stride: tl.tensor, h: tl.tensor, h_stride: tl.tensor, partial: tl.tensor,
     jobs: tl.tensor, chunks: tl.tensor, layer: tl.tensor,
     ROWS: tl.constexpr, J: tl.constexpr, N: tl.constexpr, UNIT_J: tl.constexpr, FAST: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -355,21 +359,22 @@ def _add_gradients(
         grad = tl.load(job + 3).to(partial.dtype) + tl.load(job + 4) * layer
         tl.store(grad + at, tl.load(grad + at, mask=inside, other=0.0) + total, mask=inside)
     else:
-        tl.store(partial + place * place_size + at, total, mask=inside)
+        tl.store(partial + place + at, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _merge(
-    partial: tl.tensor, place_size: tl.tensor, jobs: tl.tensor, merges: tl.tensor, layer: tl.tensor, BLOCK: tl.constexpr
-) -> None:
+    partial: tl.tensor, jobs: tl.tensor, merges: tl.tensor, layer: tl.tensor, BLOCK: tl.constexpr
+) -> None:  # fmt: skip
     merge = merges + 3 * tl.program_id(0)
     job = jobs + tl.load(merge) * _FIELDS
     elements = tl.load(job + 5) * tl.load(job + 6)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
-    first = tl.load(merge + 1)
     total = tl.full((BLOCK,), 0.0, tl.float32)
-    for place in range(first, first + tl.load(merge + 2)):
-        total += tl.load(partial + place * place_size + at, mask=inside, other=0.0)
+    place = partial + tl.load(merge + 1)
+    for _ in range(tl.load(merge + 2)):
+        total += tl.load(place + at, mask=inside, other=0.0)
+        place += elements
     grad = tl.load(job + 3).to(partial.dtype) + tl.load(job + 4) * layer + at
     tl.store(grad, tl.load(grad, mask=inside, other=0.0) + total, mask=inside)

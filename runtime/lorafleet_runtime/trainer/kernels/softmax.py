@@ -4,6 +4,8 @@ Called by losses/head.py on CUDA, for one chunk of rows of a whole vocabulary or
 is float32. Must not let a row's result depend on other rows.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,21 +44,35 @@ def row_statistics(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return log_total, entropy
 
 
-def write_gradient(logits: Tensor, scale: Tensor, log_total: Tensor, total: Tensor) -> None:
-    """Replace the logits by -total * scale * softmax(scale * logits): the gradient but for the labels' own columns.
+class RowTokens(NamedTuple):
+    """The tokens that are predicted from the rows of some logits."""
+
+    first: Tensor
+    """[n + 1] int64: where the tokens of each row begin, and their number."""
+    column: Tensor
+    """[N] int64: of each token's label, in the order of the rows; anything outside [0, V) where it is elsewhere."""
+    slope: Tensor
+    """[N] float32: of each token's loss, by its log-probability."""
+
+
+def write_gradient(logits: Tensor, scale: Tensor, log_total: Tensor, tokens: RowTokens) -> None:
+    """Replace the logits by the gradient: the sum over a row's tokens of slope * (onehot - softmax) * scale.
+
+    All of a place is added up in float32 and rounded once. For a label that the model is sure of the two parts all but
+    cancel, and what is left of them would be lost in bfloat16.
 
     Args:
-        logits: [n, V] bfloat16 or float32, contiguous; overwritten, rounded once.
+        logits: [n, V] bfloat16 or float32, contiguous; overwritten.
         scale: [n] float32, contiguous.
         log_total: [n] float32, contiguous: from `row_statistics`, over the whole vocabulary.
-        total: [n] float32, contiguous: sum of the slopes of the row's tokens.
+        tokens: of these rows.
 
     Raises:
         ValueError: the logits are not contiguous.
     """
     rows, width = _contiguous(logits).shape
     grid = (rows, triton.cdiv(width, _GRADIENT_BLOCK))
-    _gradient[grid](logits, scale, log_total, total, WIDTH=width, BLOCK=_GRADIENT_BLOCK, num_warps=_GRADIENT_WARPS)
+    _gradient[grid](logits, scale, log_total, *tokens, WIDTH=width, BLOCK=_GRADIENT_BLOCK, num_warps=_GRADIENT_WARPS)
 
 
 def _contiguous(logits: Tensor) -> Tensor:
@@ -99,12 +115,14 @@ def _statistics(
     tl.store(entropy + row, log_mass - tl.sum(moment, axis=0) / total)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale", "log_total", "total"])
+@triton.jit(do_not_specialize_on_alignment=["scale", "log_total", "first", "labels", "slopes"])
 def _gradient(
     logits: tl.tensor,
     scale: tl.tensor,
     log_total: tl.tensor,
-    total: tl.tensor,
+    first: tl.tensor,
+    labels: tl.tensor,
+    slopes: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -114,5 +132,9 @@ def _gradient(
     at = logits + row * WIDTH + column
     factor = tl.load(scale + row)
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32) * factor
-    out = tl.exp(x - tl.load(log_total + row)) * (-tl.load(total + row) * factor)
+    probability = tl.exp(x - tl.load(log_total + row))
+    out = tl.full((BLOCK,), 0.0, tl.float32)
+    for token in range(tl.load(first + row), tl.load(first + row + 1)):
+        slope = tl.load(slopes + token) * factor
+        out += slope * (tl.where(column == tl.load(labels + token), 1.0, 0.0) - probability)
     tl.store(at, out.to(logits.dtype.element_ty), mask=inside)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lorafleet_runtime.trainer.kernels.softmax import row_statistics, write_gradient
+from lorafleet_runtime.trainer.kernels.softmax import RowTokens, row_statistics, write_gradient
 from lorafleet_runtime.trainer.parallel import Ranks
 
 _CHUNK_ELEMENTS_CPU = 1 << 24
@@ -108,9 +108,9 @@ class _FusedSoftmax:
 
     def grad_hidden(self, row: Tensor, label: Tensor, slope: Tensor) -> Tensor:
         d = self._logits
-        write_gradient(d, self._scale, self.log_total, torch.zeros_like(self.log_total).index_add_(0, row, slope))
         column, here = self._vocabulary.locate(label)
-        d.index_put_((row, column), (slope * self._scale[row] * here).to(d.dtype), accumulate=True)
+        first = torch.searchsorted(row, torch.arange(len(d) + 1, device=row.device))
+        write_gradient(d, self._scale, self.log_total, RowTokens(first, column.where(here, -1), slope))
         return d @ self._vocabulary.weight
 
 

@@ -26,6 +26,12 @@ def test_plain_sequences_are_used_in_place(attention: Any) -> None:
     assert s.query_bounds.tolist() == s.key_bounds.tolist() == [0, 7, 11]
 
 
+def test_a_long_prompt_with_many_responses_is_not_copied(attention: Any) -> None:
+    """16 responses of 128 rows would make 9 copies of each row; torch keeps those of every layer."""
+    assert attention.make_sequences([(2048, (128,) * 16)], CPU) is None
+    assert attention.make_sequences([(200, (650,) * 8)], CPU) is not None
+
+
 def test_gradients_of_copies_are_added(attention: Any) -> None:
     spread = attention.make_sequences(GROUPS, CPU).spread
     x = torch.randn(21, 2, 300, generator=torch.Generator().manual_seed(0), requires_grad=True)

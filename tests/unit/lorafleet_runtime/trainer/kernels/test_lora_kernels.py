@@ -14,15 +14,16 @@ from lorafleet_runtime.trainer.shape import ModelShape, read_shape
 from support.tiny_model import make_tiny_model
 
 SOME = ("q_proj", "v_proj", "down_proj")
-ADAPTERS = ((4, SOME), (8, PROJECTIONS), (64, PROJECTIONS), (5, PROJECTIONS))
+ADAPTERS = ((4, SOME), (8, PROJECTIONS), (64, PROJECTIONS), (5, PROJECTIONS), (1, PROJECTIONS))
 """(rank, targets): ranks that 16-byte loads fit and ranks that they do not, and one without k, gate, up and o."""
-ROWS = ((0, 7), (7, 70), (75, 140), (140, 149))
+ROWS = ((0, 7), (7, 70), (75, 140), (140, 148), (148, 149))
 """Of each; 70 to 74 and 149 belong to nobody."""
 
 
-@pytest.fixture(scope="module")
-def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
-    return read_shape(make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3"))
+@pytest.fixture(scope="module", params=[32, 64])
+def shape(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> ModelShape:
+    """With heads that blocks of columns straddle, and heads that they fit."""
+    return read_shape(make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", head_dim=request.param))
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def run(shape: ModelShape, site: str, grouped: bool, poison: int | None = None) 
 @pytest.mark.parametrize("site", ["qkv", "o", "gate_up", "down"])
 def test_every_site_is_that_of_the_loop(shape: ModelShape, site: str) -> None:
     for got, want in zip(run(shape, site, True), run(shape, site, False), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=5e-5)
 
 
 def test_gradients_of_many_rows_are_added_chunk_by_chunk(
@@ -89,7 +90,7 @@ def test_gradients_of_many_rows_are_added_chunk_by_chunk(
 ) -> None:
     monkeypatch.setattr(kernels, "_CHUNK", 32)
     for got, want in zip(run(shape, "qkv", True), run(shape, "qkv", False), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("poison", [1, 3])

@@ -1,5 +1,6 @@
 """The output head's softmax kernels against torch in float64."""
 
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,11 @@ def inputs(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     logits = 4 * torch.randn(rows, WIDTH, generator=generator)
     logits[1, 8500] = 60.0
     return logits.to(dtype), 0.5 + torch.rand(rows, generator=generator), torch.randn(rows, generator=generator)
+
+
+def elsewhere(softmax: Any, slope: Tensor) -> Any:
+    """A token per row whose label another rank has."""
+    return softmax.RowTokens(torch.arange(len(slope) + 1), torch.full((len(slope),), -1), slope)
 
 
 def reference(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,11 +54,26 @@ def test_gradient_is_autograd_of_the_log_total(softmax: Any, dtype: torch.dtype,
     exact = logits.double().requires_grad_(True)
     log_total = (scale.double()[:, None] * exact).logsumexp(dim=1)
     (want,) = torch.autograd.grad(log_total, exact, -total.double())
-    softmax.write_gradient(logits, scale, log_total.detach().float(), total)
+    softmax.write_gradient(logits, scale, log_total.detach().float(), elsewhere(softmax, total))
     assert logits.dtype == dtype
     torch.testing.assert_close(logits.double(), want, rtol=rounding, atol=1e-30)
     if dtype == torch.float32:
         assert ((logits - want).abs().amax(dim=1) <= 1e-6 * want.abs().amax(dim=1)).all()
+
+
+@pytest.mark.parametrize("sure", [0.9, 0.99, 0.999, 0.9999])
+def test_gradient_of_a_label_that_the_model_is_sure_of(softmax: Any, sure: float) -> None:
+    """1 - p is far below the spacing of bfloat16 at 1: the two parts of a label's place must be rounded together."""
+    logits = torch.zeros(2, WIDTH)
+    logits[0, 40], logits[1, 8500] = (math.log(sure / (1 - sure) * (WIDTH - 1)),) * 2
+    logits = logits.bfloat16()
+    scale, slope = torch.ones(2), torch.tensor([1.0, -0.5, 0.25])
+    exact = logits.double().requires_grad_(True)
+    logprob = exact.log_softmax(dim=1)[[0, 0, 1], [40, 7, 8500]]
+    (want,) = torch.autograd.grad(logprob, exact, slope.double())
+    tokens = softmax.RowTokens(torch.tensor([0, 2, 3]), torch.tensor([40, 7, 8500]), slope)
+    softmax.write_gradient(logits, scale, softmax.row_statistics(logits, scale)[0], tokens)
+    torch.testing.assert_close(logits.double(), want, rtol=2**-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -60,10 +81,10 @@ def test_rows_depend_on_themselves_only(softmax: Any, bad: float) -> None:
     logits, scale, total = inputs(50, torch.bfloat16)
     few = logits[:3].clone()
     alone = softmax.row_statistics(few, scale[:3])
-    softmax.write_gradient(few, scale[:3], alone[0], total[:3])
+    softmax.write_gradient(few, scale[:3], alone[0], elsewhere(softmax, total[:3]))
     logits[20, 5000] = bad
     together = softmax.row_statistics(logits, scale)
-    softmax.write_gradient(logits, scale, together[0], total)
+    softmax.write_gradient(logits, scale, together[0], elsewhere(softmax, total))
     for got, want in zip((*together, logits), (*alone, few), strict=True):
         assert torch.equal(got[:3], want)
         assert got[20].isnan().all()
@@ -76,4 +97,4 @@ def test_logits_with_gaps_are_refused(softmax: Any) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         softmax.row_statistics(logits[:, ::2], scale)
     with pytest.raises(ValueError, match="contiguous"):
-        softmax.write_gradient(logits[:, ::2], scale, scale, total)
+        softmax.write_gradient(logits[:, ::2], scale, scale, elsewhere(softmax, total))
