@@ -69,6 +69,12 @@ is_current() {
         [[ -f $cache/models/SmolLM2-135M-Instruct/lorafleet.json ]]
 }
 
+what_sync_does() {  # what it will download, by a dry run; a handful are this checkout's own packages
+    local count
+    count=$("$1" sync --frozen --dry-run --python "$python" 2>&1 | sed -n 's/^Would download \([0-9]*\) package.*/\1/p') || true
+    if (( ${count:-0} > 20 )); then echo "$count packages to download; all are 6 GB, 5 min"; else echo "from uv's cache"; fi
+}
+
 build_binaries() {
     have_binaries "$python" && return
     local go
@@ -89,7 +95,7 @@ main() {
     build=$!
     set +m
     trap 'kill -- "-$build" 2>/dev/null || true' EXIT
-    say "environment: $uv sync --frozen (about 6 GB, 5 min the first time)"
+    say "environment: $uv sync --frozen ($(what_sync_does "$uv"))"
     # Progress goes to stderr as it comes; the build reports beside it.
     "$uv" sync --frozen --python "$python" || die "uv sync failed; see the lines above"
     say "environment: done"

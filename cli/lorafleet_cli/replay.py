@@ -100,7 +100,8 @@ def replay(
         model.restore(start)
     report = _Report(limit, _table())
     _steps(records, model, initial, range(first, last + 1), report)
-    console.print(report.table)
+    if report.steps:
+        console.print(report.table)
     return _verdict(console, report, needs_checkpoint=steps is None)
 
 

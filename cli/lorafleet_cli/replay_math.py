@@ -1,6 +1,6 @@
 """The arithmetic of an optimizer step, written out anew for `lorafleet replay`: token loss, advantages, learning rate.
 
-Called by replay_model.py and replay_records.py. Plain torch on one response at a time; shares no code with what it
+Called by replay_model.py and replay_checks.py. Plain torch on one response at a time; shares no code with what it
 checks.
 """
 

@@ -1,7 +1,7 @@
 """Reads what a run left on storage for `lorafleet replay`: its step records and its checkpoints.
 
 Called by replay.py. Written from docs/replay.md, not from the runtime's code: an outside check must not share it. Reads
-files only and never writes; every figure of a record that follows from others of it is checked here.
+files only and never writes; replay_checks.py checks what follows from other things in a record.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lorafleet_cli.errors import CliError
-from lorafleet_cli.replay_math import advantages
+from lorafleet_cli.replay_checks import Contradiction, check_identity, check_step
 
 FORMAT = 1
 SITES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -29,7 +29,7 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError
 
 
 class Gap(Exception):
-    """A step whose record is missing or damaged: replay cannot go beyond it."""
+    """A step whose record is missing, damaged or contradicts itself: replay cannot go beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ class Step:
     grad_norm: float
     denominator: int
     groups: tuple[RecordedGroup, ...]
+    eps: float
+    """Of the type that advantages are stored in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class Records:
         """The record of a step.
 
         Raises:
-            Gap: it is missing, damaged, or its figures contradict each other.
+            Gap: it is missing, damaged, or contradicts itself, run.json or the record before it.
         """
         base = self._folder / f"step_{number:08d}"
         try:
@@ -152,55 +154,24 @@ class Records:
                 raise ValueError(f"format {about['format']}, step {about['step']}")
             arrays = load_file(tensors)
             groups = tuple(_groups(arrays, self.run["algorithm"]["maskTruncated"]))
-            step = Step(number, about["lr"], about["gradNorm"], about["denominator"], groups)
-            self._check_sizes(step)
-            self._check_denominator(step)
-            self._check_advantages(step, torch.finfo(arrays["advantage"].dtype).eps)
+            eps = torch.finfo(arrays["advantage"].dtype).eps
+            step = Step(number, about["lr"], about["gradNorm"], about["denominator"], groups, eps)
+            check_step(step, about, self.run, self._about(number - 1))
         except FileNotFoundError as error:
             raise Gap(f"step {number}: its record is missing ({error.filename})") from error
+        except Contradiction as error:
+            raise Gap(f"step {number}: its record {base} contradicts itself or run.json: {error}") from error
         except _DAMAGE as error:
             raise Gap(f"step {number}: its record {base} is damaged ({error})") from error
         return step
 
-    def _check_sizes(self, step: Step) -> None:
-        wanted = self.run["rolloutBatchSize"]
-        if len(step.groups) != wanted:
-            raise ValueError(f"it holds {len(step.groups)} groups, rolloutBatchSize is {wanted}")
-        samples = self.run["nSamplesPerPrompt"]
-        for place, group in enumerate(step.groups):
-            if len(group.samples) != samples:
-                raise ValueError(
-                    f"group {group.index} (place {place}) holds {len(group.samples)} samples, nSamplesPerPrompt is "
-                    f"{samples}"
-                )
-
-    def _check_advantages(self, step: Step, eps: float) -> None:
-        """The advantages as trained, from the rewards.
-
-        Args:
-            step: the record.
-            eps: of the type in which the advantages are stored.
-        """
-        algorithm = self.run["algorithm"]
-        whole = algorithm["advantage"] == "reinforce"
-        batches = [step.groups] if whole else [(group,) for group in step.groups]
-        for batch in batches:
-            rewards = [s.reward for group in batch for s in group.samples]
-            wanted, unsure = advantages(rewards, algorithm["advantage"], algorithm["stdNorm"], eps)
-            samples = ((group.index, i, s) for group in batch for i, s in enumerate(group.samples))
-            for (index, i, sample), value in zip(samples, wanted, strict=True):
-                if not abs(sample.advantage - value) <= unsure:
-                    raise ValueError(
-                        f"the advantage of group {index}, sample {i} is {sample.advantage:.6g}, the rewards give "
-                        f"{value:.6g} by {algorithm['advantage']}"
-                    )
-
-    def _check_denominator(self, step: Step) -> None:
-        counted = [s for group in step.groups for s in group.samples if s.in_loss]
-        by_tokens = self.run["algorithm"]["lossReduction"] == "tokenMean"
-        wanted = sum(len(s.token_ids) for s in counted) if by_tokens else len(counted)
-        if step.denominator != wanted:
-            raise ValueError(f"denominator is {step.denominator}, its samples give {wanted}")
+    def _about(self, number: int) -> dict[str, Any] | None:
+        """JSON of a step's record; None where there is none, or none that can be read."""
+        try:
+            about: dict[str, Any] = json.loads((self._folder / f"step_{number:08d}.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return about
 
     def saved(self, step: int) -> Saved:
         """A kept checkpoint.
@@ -215,6 +186,7 @@ class Records:
                 (f"{name} is not the file that state.json tells of" for name, about in state["files"].items()
                  if _sha256(path / name) != about["sha256"]), "",
             )  # fmt: skip
+            wrong = wrong or check_identity(state, self.run)
             wrong = wrong or self._config_differs(json.loads((path / "adapter_config.json").read_text()))
             adapter = load_file(path / "adapter_model.safetensors")
             flat = load_file(path / "optimizer.safetensors")
@@ -304,7 +276,7 @@ def _groups(t: dict[str, Tensor], mask_truncated: bool) -> Iterator[RecordedGrou
     wanted = [not (mask_truncated and cut) for cut in t["truncated"].tolist()]
     in_loss = [bool(flag) for flag in t["loss_mask"].tolist()]
     if in_loss != wanted:
-        raise ValueError("loss_mask does not follow from truncated and algorithm.maskTruncated")
+        raise Contradiction("loss_mask does not follow from truncated and algorithm.maskTruncated")
     samples = [
         RecordedSample(tokens[i].long(), sampler[i], old[i], advantage[i], reward[i], in_loss[i])
         for i in range(len(tokens))

@@ -79,6 +79,28 @@ NESTED_RULES: dict[str, list[Rule]] = {
         "rule": "has(self.remote) != has(self.configMapRef)",
         "message": "reward: set exactly one of remote and configMapRef",
     }],
+    "run.targetModules": [{
+        "rule": "self.all(m, self.exists_one(n, n == m))",
+        "message": "targetModules: a projection is there more than once; list each once",
+    }],
+    "run.optimizer": [
+        {
+            "rule": "!has(self.lr) || !has(self.minLr) || self.minLr <= self.lr",
+            "message": "minLr is above lr; lower minLr or raise lr",
+            "fieldPath": ".minLr",
+        },
+        {
+            "rule": "!has(self.lr) || !has(self.weightDecay) || self.lr * self.weightDecay < 1.0",
+            "message": "lr times weightDecay must be below 1: each step multiplies weights by 1 minus that; "
+            "lower weightDecay, for example to 0.1",
+            "fieldPath": ".weightDecay",
+        },
+    ],
+    "run.algorithm": [{
+        "rule": "!has(self.tisFloor) || !has(self.tisCap) || self.tisFloor <= self.tisCap",
+        "message": "tisFloor is above tisCap; lower tisFloor or raise tisCap",
+        "fieldPath": ".tisFloor",
+    }],
     "run.optimizer.betas": [{
         "rule": "self.all(b, b >= 0.0 && b < 1.0)",
         "message": "betas: each must be in [0, 1); for example [0.9, 0.98]",
@@ -92,4 +114,5 @@ NESTED_RULES: dict[str, list[Rule]] = {
         "message": "storage: set only one of path and pvc",
     }],
 }  # fmt: skip
-"""Rules on nested fields, by kind and path below spec."""
+"""Rules on nested fields, by kind and path below spec. One on two fields holds where the object sets both: what is left
+to the pool's defaults the API server does not see, so the runtime checks the resolved spec again."""

@@ -95,6 +95,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no-timeout": ("rewardTimeoutSeconds: 0", "spec.rewardTimeoutSeconds"),
     "two-rewards": ("rmType: math", "rmType, customRmPath and reward exclude each other; keep one of them"),
     "enum": ("optimizer: {schedule: square}", "spec.optimizer.schedule"),
+    "bare-off": ("algorithm: {tisMode: Off}", "spec.algorithm.tisMode in body must be of type string"),
+    "min-lr": ("optimizer: {lr: 0.001, minLr: 0.1}", "minLr is above lr; lower minLr or raise lr"),
+    "tis-floor": ("algorithm: {tisFloor: 3, tisCap: 2}", "tisFloor is above tisCap; lower tisFloor or raise tisCap"),
+    "decay": ("optimizer: {lr: 0.1, weightDecay: 10}", "lr times weightDecay must be below 1"),
+    "twice": ("targetModules: [q_proj, q_proj]", "a projection is there more than once; list each once"),
 }
 """Name to a line of spec, and words of the API server's refusal."""
 

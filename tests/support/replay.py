@@ -36,7 +36,7 @@ def groups_of(step: int, vocab: int = 256, count: int = 2, **algorithm: Any) -> 
     """A step's groups of three samples, with rewards, and with advantages as the rollout and the loop make them.
 
     Args:
-        step: seed.
+        step: seed; the groups of step s are number 10 (s - 1) and the next of the run's stream.
         vocab: of the model.
         count: groups.
         algorithm: of the run; advantage and stdNorm are used.
@@ -51,17 +51,22 @@ def groups_of(step: int, vocab: int = 256, count: int = 2, **algorithm: Any) -> 
             replace(s, truncated=i == 1, reward=rewards[i], advantage=advantages[i])
             for i, s in enumerate(group.samples)
         ]
-        groups.append(replace(group, samples=tuple(samples)))
+        groups.append(replace(group, index=10 * (step - 1) + group.index, samples=tuple(samples)))
     if estimator == "reinforce":
         fixed = whitening(step, groups, std_norm)
         groups = [fixed.apply(group) for group in groups]
     return groups
 
 
-def step_on(rank: TrainerRank, groups: Sequence[PromptGroup], cursor: Cursor = Cursor()) -> StepResult:
+def cursor_after(groups: Sequence[PromptGroup]) -> Cursor:
+    """These and all before them are used up."""
+    return Cursor(1 + max(group.index for group in groups))
+
+
+def step_on(rank: TrainerRank, groups: Sequence[PromptGroup]) -> StepResult:
     """Accumulate and step."""
     assert not rank.accumulate(groups).faults
-    result = rank.step("a", cursor, "1.1")
+    result = rank.step("a", cursor_after(groups), "1.1")
     assert not isinstance(result, RunFault), result
     return result
 

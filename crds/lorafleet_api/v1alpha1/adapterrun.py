@@ -41,11 +41,13 @@ class Optimizer(SpecModel):
     """Learning rate after the warm-up: constant, or falling along a line or half a cosine towards minLr, which the step
     after targetStep would have. Steps that a grown numStep adds run at minLr."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up: step s of them runs at lr * s / warmupSteps."""
+    """Optimizer steps of linear warm-up: step s of them runs at lr * s / warmupSteps. Fewer than the run has steps, or
+    lr is never reached."""
     min_lr: float = Field(default=0.0, ge=0.0)
-    """Learning rate that a linear or cosine schedule falls to."""
+    """Learning rate that a linear or cosine schedule falls to; at most lr. Without effect with schedule constant."""
     weight_decay: float = Field(default=0.1, ge=0.0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay: a step multiplies each weight by 1 - lr * weightDecay first, so the product with lr must
+    be below 1."""
     betas: tuple[float, float] = (0.9, 0.98)
     """Decay rates of the first and second moments."""
     eps: float = Field(default=1e-8, gt=0.0)
@@ -60,6 +62,11 @@ class Optimizer(SpecModel):
                 raise ValueError(f"betas: {beta} is not in [0, 1); use for example [0.9, 0.98]")
         if self.min_lr > self.lr:
             raise ValueError(f"minLr: {self.min_lr} is above lr {self.lr}; lower minLr or raise lr")
+        if self.lr * self.weight_decay >= 1.0:
+            raise ValueError(
+                f"weightDecay: {self.weight_decay} times lr {self.lr} is {self.lr * self.weight_decay:g}: each step"
+                " multiplies weights by 1 minus that, so it must be below 1; lower weightDecay, for example to 0.1"
+            )
         return self
 
 
@@ -75,16 +82,18 @@ class Algorithm(SpecModel):
     loss_reduction: Literal["sampleMean", "tokenMean", "constant"] = "sampleMean"
     """Mean over samples of token means; mean over all tokens; or sum over tokens / maxTokens per sample (Dr.GRPO)."""
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Lower clip of the probability ratio: 1 - clipLow."""
+    """Lower clip of the probability ratio: 1 - clipLow. Only with tisMode 'Off'; elsewhere the ratio is 1."""
     clip_high: float = Field(default=0.28, ge=0.0)
-    """Upper clip of the probability ratio: 1 + clipHigh."""
+    """Upper clip of the probability ratio: 1 + clipHigh. Only with tisMode 'Off'; elsewhere the ratio is 1."""
     dual_clip: float | None = Field(default=None, gt=1.0)
-    """Bound on the loss of negative advantages (dual-clip PPO); unset is off."""
+    """Bound on the loss of negative advantages (dual-clip PPO): at most -A * dualClip. Only with tisMode 'Off', as
+    clipLow and clipHigh; unset is off."""
     tis_mode: Literal["Clip", "Mask", "Off"] = "Clip"
     """Importance weight of trainer against sampler probability: Clip bounds it by tisFloor and tisCap (TIS), Mask drops
-    tokens outside of them (IcePop), Off leaves it out and clips the ratio to the sampler as PPO does."""
+    tokens outside of them (IcePop), Off leaves it out and clips the ratio to the sampler as PPO does. Write 'Off' with
+    quotes: YAML takes a bare Off for the boolean false."""
     tis_floor: float = Field(default=0.0, ge=0.0)
-    """Least importance weight; Mask drops tokens below it."""
+    """Least importance weight, at most tisCap; Mask drops tokens below it."""
     tis_cap: float = Field(default=2.0, gt=0.0)
     """Largest importance weight; Mask drops tokens above it."""
     kl_coef: float = Field(default=0.0, ge=0.0)
@@ -169,14 +178,15 @@ class AdapterRunSpec(SpecModel):
     alpha: int | None = Field(default=None, ge=1, le=65_536)
     """LoRA alpha; the adapter is scaled by alpha / rank. Unset means equal to rank."""
     target_modules: list[TargetModule] | None = Field(default=None, min_length=1, max_length=7)
-    """Projections to adapt; unset means the pool's."""
+    """Projections to adapt, each once; unset means the pool's."""
     init_scheme: Literal["kaiming", "gaussian"] = "kaiming"
     """Initial A as in PEFT: kaiming is uniform within 1 / sqrt(inputs), gaussian has standard deviation 1 / rank. B is
     zero with both."""
     init_seed: int = Field(default=0, ge=0, le=2**31 - 1)
     """Seed of the initial A matrices."""
     init_from: str | None = Field(default=None, min_length=1, max_length=4096)
-    """PEFT adapter directory to start from."""
+    """PEFT adapter directory to start from, relative to the pool's storage; of a run its step_N. initScheme and
+    initSeed are then without effect."""
 
     data: str = Field(min_length=1, max_length=4096)
     """JSONL or parquet file of prompts, on the pool's storage."""
@@ -257,6 +267,9 @@ class AdapterRunSpec(SpecModel):
         rewards = [self.rm_type, self.custom_rm_path, self.reward]
         if sum(r is not None for r in rewards) != 1:
             raise ValueError("rmType, customRmPath, reward: exactly one must be set; for example rmType: math")
+        twice = sorted({name for name in self.target_modules or () if (self.target_modules or []).count(name) > 1})
+        if twice:
+            raise ValueError(f"targetModules: {', '.join(twice)} is there more than once; list each projection once")
         return self
 
     @property

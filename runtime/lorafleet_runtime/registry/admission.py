@@ -159,7 +159,9 @@ def without_effect(spec: AdapterRunSpec, target_step: int | None) -> list[str]:
         found.append(("numEpoch", spec.num_epoch, "numStep wins"))
     texts = [f"{field} {value} has no effect: {why}" for field, value, why in found]
     warmup = optimizer.warmup_steps
-    if target_step is not None and (warmup > target_step or (warmup == target_step and optimizer.schedule != "constant")):
+    if target_step is not None and (
+        warmup > target_step or (warmup == target_step and optimizer.schedule != "constant")
+    ):
         what = "lr is never reached" if warmup > target_step else f"{optimizer.schedule} never begins"
         texts.insert(0, f"optimizer.warmupSteps {warmup} is as long as the run of {target_step} steps: {what}")
     return texts

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.errors import RunError
-from lorafleet_runtime.storage import CONFIG_FILE, WEIGHTS_FILE, inside, read_regular
+from lorafleet_runtime.storage import CONFIG_FILE, WEIGHTS_FILE, inside, newest_step, read_regular
 from lorafleet_runtime.trainer.layout import FlatTensor, flat_layout
 from lorafleet_runtime.trainer.shape import read_shape
 
@@ -88,11 +88,8 @@ def read_peft_config(directory: Path, rank: int, alpha: int) -> bool:
     path = directory / CONFIG_FILE
     try:
         config = json.loads(read_regular(path, _CONFIG_BYTES))
-    except FileNotFoundError as error:
-        raise init_error(f"{path} does not exist; {_where(directory)}") from error
     except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error  # str(error) of an OSError would repeat the path
-        raise init_error(f"{path} cannot be read ({why}); give a PEFT adapter directory") from error
+        raise init_error(f"{path} cannot be read ({_why(error)}); {_instead(directory)}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise init_error(f"{path}: peft_type is no LORA; only plain LoRA adapters can be trained further")
     for field in sorted(config.keys() - _HARMLESS):
@@ -109,12 +106,16 @@ def read_peft_config(directory: Path, rank: int, alpha: int) -> bool:
     return bool(config.get("use_rslora", False))
 
 
-def _where(directory: Path) -> str:
-    """What to give instead of a directory without an adapter_config.json: of a run, its newest checkpoint."""
-    found = [path for path in directory.glob("step_*") if path.name[5:].isdigit() and (path / CONFIG_FILE).is_file()]
-    if found:
-        newest = max(found, key=lambda path: int(path.name[5:]))
-        return f"this is a run's directory: give one of its checkpoints, as {newest.name}"
+def _why(error: Exception) -> str:
+    """An error without the path, which the message has already."""
+    return str(getattr(error, "strerror", None) or error)
+
+
+def _instead(directory: Path) -> str:
+    """What to give instead of a directory without a config: of a run's, its newest checkpoint."""
+    newest = newest_step(directory)
+    if newest is not None:
+        return f"this is a run's directory: give one of its checkpoints, for example {newest.name}"
     return "give a PEFT adapter directory, relative to the pool's storage; of a run NAMESPACE/NAME/UID/step_N"
 
 
@@ -135,7 +136,7 @@ def check_tensors(directory: Path, layout: Sequence[FlatTensor]) -> None:
             slices = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118 - safe_open is no mapping
             found = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise init_error(f"{path} cannot be read ({error}); save the adapter again") from error
+        raise init_error(f"{path} cannot be read ({_why(error)}); save the adapter again") from error
     expected = {entry.key: entry.shape for entry in layout}
     for what, keys in (("lacks", expected.keys() - found.keys()), ("has", found.keys() - expected.keys())):
         if keys:

@@ -1,4 +1,4 @@
-"""`lorafleet replay` comes to the trainer's adapter by other means, and finds every record that was altered."""
+"""`lorafleet replay` comes to the trainer's adapter by other means, after kills, suspensions and lost records, too."""
 
 import json
 import re
@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from torch import Tensor
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor
-from support.replay import DIRECTORY, digest, edit_json, groups_of, recorded, request, run_replay, step_on, tamper
+from support.replay import DIRECTORY, edit_json, groups_of, recorded, request, run_replay, step_on
 from support.trainer import make_rank, make_request
 from support.trainer_group import running_group
 
@@ -37,111 +36,6 @@ def test_adapter_that_a_run_started_from_keeps_its_rslora_scale(qwen3: Path, tmp
     assert code == 0, output
 
 
-def altered_advantage(directory: Path) -> None:
-    def change(t: dict[str, Tensor]) -> None:
-        t["advantage"][0] *= 1.0001
-
-    _tamper_step(directory, change)
-
-
-def altered_signs(directory: Path) -> None:
-    """Rewards and advantages agree, and the gradient is as long as before."""
-
-    def change(t: dict[str, Tensor]) -> None:
-        t["advantage"] *= -1
-        t["reward"] *= -1
-
-    _tamper_step(directory, change)
-
-
-def altered_token(directory: Path) -> None:
-    def change(t: dict[str, Tensor]) -> None:
-        t["token_ids"][0] ^= 1
-
-    _tamper_step(directory, change)
-
-
-def altered_prompt(directory: Path) -> None:
-    def change(t: dict[str, Tensor]) -> None:
-        t["prompt_ids"][3] ^= 1
-
-    _tamper_step(directory, change)
-
-
-def altered_sampler(directory: Path) -> None:
-    def change(t: dict[str, Tensor]) -> None:
-        t["sampler_logprobs"] += 0.05
-
-    _tamper_step(directory, change)
-
-
-def altered_rate(directory: Path) -> None:
-    edit_json(directory / "records/step_00000002.json", lr=0.0100001)
-
-
-def altered_weight(directory: Path) -> None:
-    def change(t: dict[str, Tensor]) -> None:
-        next(iter(t.values()))[0, 0] += 1e-6
-
-    path = directory / "step_2"
-    tamper(path / "adapter_model.safetensors", path / "state.json", change)
-
-
-def altered_masters(directory: Path) -> None:
-    """Adapter, masters and digests agree with each other: only a replay tells that the run did not come to them."""
-    moved = 0.02
-
-    def change_adapter(t: dict[str, Tensor]) -> None:
-        t["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"][0, 0] += moved
-
-    def change_masters(t: dict[str, Tensor]) -> None:
-        t["master"][0] += moved
-
-    path = directory / "step_2"
-    tamper(path / "adapter_model.safetensors", path / "state.json", change_adapter)
-    tamper(path / "optimizer.safetensors", path / "state.json", change_masters)
-
-
-def altered_config(directory: Path) -> None:
-    path = directory / "step_2"
-    old = digest(path / "adapter_config.json")
-    edit_json(path / "adapter_config.json", lora_alpha=9)
-    state = path / "state.json"
-    state.write_text(state.read_text().replace(old, digest(path / "adapter_config.json")))
-
-
-def lost_state(directory: Path) -> None:
-    (directory / "step_2/state.json").unlink()
-
-
-def _tamper_step(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    path = directory / "records/step_00000002"
-    tamper(path.with_suffix(".safetensors"), path.with_suffix(".json"), change)
-
-
-@pytest.mark.parametrize(
-    "alter, what",
-    [
-        (altered_advantage, "the advantage of group 0, sample 0 is"),
-        (altered_signs, "the adapter of its checkpoint differs"),
-        (altered_token, "the log-probability of group 0, sample 0, token"),
-        (altered_prompt, "the log-probability of group 0"),
-        (altered_sampler, "the gradient norm"),
-        (altered_rate, "the learning rate"),
-        (altered_weight, "adapter_model.safetensors is not its master"),
-        (altered_config, "lora_alpha of adapter_config.json is 9, the run's is 8"),
-        (lost_state, "its checkpoint: checkpoint: "),
-        (altered_masters, "layers.0.self_attn.q_proj.lora_A.weight of its checkpoint is off"),
-    ],
-)
-def test_alteration_is_found_at_its_step(qwen3: Path, tmp_path: Path, alter: Callable[[Path], None], what: str) -> None:
-    directory = recorded(qwen3, tmp_path, saves=(1, 2, 3))
-    alter(directory)
-    code, output = run_replay(directory, qwen3)
-    assert code == 1
-    assert re.search(rf"\nstep 2: .*{re.escape(what)}", output), output
-
-
 def test_missing_tail_is_a_gap_when_a_checkpoint_tells_of_it(qwen3: Path, tmp_path: Path) -> None:
     directory = recorded(qwen3, tmp_path, saves=(1, 3))
     for path in [*directory.glob("records/step_00000002.*"), *directory.glob("records/step_00000003.*")]:
@@ -157,23 +51,6 @@ def test_without_a_checkpoint_only_a_range_that_was_asked_for_is_fine(qwen3: Pat
     assert (code, "no adapter was compared; wait for one" in output) == (1, True), output
     code, output = run_replay(directory, qwen3, "--steps", ":")
     assert code == 0, output
-
-
-@pytest.mark.parametrize(
-    "field, value, what",
-    [
-        ("rolloutBatchSize", 3, "it holds 2 groups, rolloutBatchSize is 3"),
-        ("nSamplesPerPrompt", 4, "group 0 (place 0) holds 3 samples, nSamplesPerPrompt is 4"),
-    ],
-)
-def test_step_of_another_size_is_no_step_of_the_run(
-    qwen3: Path, tmp_path: Path, field: str, value: int, what: str
-) -> None:
-    directory = recorded(qwen3, tmp_path, steps=1, saves=(1,))
-    edit_json(directory / "records/run.json", **{field: value})
-    code, output = run_replay(directory, qwen3)
-    assert code == 1
-    assert re.search(rf"\nstep 1: .*{re.escape(what)}", output), output
 
 
 @pytest.mark.parametrize("advantage", ["rloo", "reinforce"])
@@ -239,7 +116,7 @@ def test_log_probabilities_of_other_data_parallel_ranks_are_recorded(
     with running_group(qwen3, tmp_path, dp=2, tp=1) as group:
         group.call("load", request(rolloutBatchSize=3))
         group.call("accumulate", groups_of(1, count=3))
-        assert group.call("step", "a", Cursor(), "1.1").unrecorded == ""
+        assert group.call("step", "a", Cursor(3), "1.1").unrecorded == ""
         group.call("accumulate", groups_of(2))
         checkpoint = group.checkpoint("a", directory, partial=True).path
     rank = make_rank(qwen3, tmp_path)
@@ -353,7 +230,7 @@ def test_storage_that_refuses_a_record_costs_the_record_and_not_the_step(qwen3: 
     blocked.unlink()
     assert step_on(rank, groups_of(2)).unrecorded == ""
     code, output = run_replay(tmp_path / DIRECTORY, qwen3)
-    assert (code, "0 steps replayed" in output, "\nstep 1: its record is missing" in output) == (1, True, True), output
+    assert code == 1 and output.startswith("0 steps replayed, 0 checkpoints compared\nstep 1: its record is missing")
     initial = load_file(blocked / "initial/adapter_model.safetensors")
     assert all(not tensor.any() for key, tensor in initial.items() if "lora_B" in key)  # not that of step 1
 

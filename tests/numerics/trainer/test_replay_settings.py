@@ -82,13 +82,15 @@ def _tampered(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> N
 
 
 def other_signs(directory: Path) -> None:
-    """Of rewards and advantages of a step: they agree, and its gradient is as long as before."""
+    """Of rewards, their mean and advantages of a step: they agree, and its gradient is as long as before."""
 
     def change(t: dict[str, Tensor]) -> None:
         t["advantage"] *= -1
         t["reward"] *= -1
 
     _tampered(directory, change)
+    about = directory / "records/step_00000001.json"
+    edit_json(about, rewardMean=-json.loads(about.read_text())["rewardMean"])
 
 
 def swapped_rewards(directory: Path) -> None:

@@ -60,6 +60,23 @@ def test_unset_to_set_is_closed_for_optional_fields(name: str) -> None:
     assert rule["rule"].startswith(f"has(self.{name}) == has(oldSelf.{name})")
 
 
+@pytest.mark.parametrize(
+    ("field", "holds"),
+    [
+        ("optimizer", ["!has(self.lr) || !has(self.minLr)", "!has(self.lr) || !has(self.weightDecay)"]),
+        ("algorithm", ["!has(self.tisFloor) || !has(self.tisCap)"]),
+    ],
+)
+def test_rules_on_two_fields_hold_where_both_are_set(field: str, holds: list[str]) -> None:
+    """What is left out may come from the pool's defaults, which the API server does not see."""
+    rules = spec_of(RUN)["properties"][field]["x-kubernetes-validations"]
+    assert [rule["rule"].rpartition(" || ")[0] for rule in rules] == holds
+
+
+def test_the_value_that_yaml_takes_for_a_boolean_is_told_with_its_quotes() -> None:
+    assert "Write 'Off' with quotes" in spec_of(RUN)["properties"]["algorithm"]["properties"]["tisMode"]["description"]
+
+
 @pytest.mark.parametrize(("crd", "name"), [(POOL, "defaults"), (POOL, "ray"), (RUN, "sampleMetadata")])
 def test_free_form_fields(crd: dict[str, Any], name: str) -> None:
     field = spec_of(crd)["properties"][name]

@@ -102,6 +102,18 @@ def test_places_in_the_queue_never_tie(registry: Registry) -> None:
         assert sorted(places) == list(range(1, len(places) + 1))  # type: ignore[type-var]
 
 
+def test_settings_that_do_nothing_are_told_while_the_run_trains(registry: Registry) -> None:
+    put(registry, "a", optimizer={"minLr": 1e-6}, algorithm={"dualClip": 3})
+    registry.checked("a", DATASET)
+    registry.assign()
+    registry.loaded(Loaded("a", 0, Cursor()), now=1.0)
+    registry.published("a", 1, now=2.0)
+    assert registry.view("a").message == (
+        "training in slot 0; optimizer.minLr 1e-06 has no effect: schedule is constant; algorithm.dualClip 3.0 has no"
+        " effect: tisMode is Clip"
+    )
+
+
 def test_bad_runs_free_the_only_slot_for_the_next_one() -> None:
     """Case 11 (kubernetes-sigs/kueue#13413): rank above the limit, and a failure after the slot was taken."""
     registry = Registry(pool_spec(slots=1), boot_epoch=1)
