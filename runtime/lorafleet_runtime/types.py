@@ -203,6 +203,8 @@ class Loaded:
     """Newer checkpoints that are damaged, and what became of them."""
     durable_step: int | None = None
     """Of the newest whole step_N that the storage has after the load; None: it has none."""
+    policy: "PolicySums" = field(default_factory=lambda: PolicySums())
+    """Over the response tokens of those groups."""
 
 
 @dataclass(frozen=True, slots=True)

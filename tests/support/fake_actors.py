@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from lorafleet_runtime.errors import Retryable, RunError
@@ -54,11 +55,26 @@ Stored = dict[str, Kept]
 
 
 class Handle:
-    """Looks like a Ray actor handle over a plain object; `dead` makes every call raise Retryable."""
+    """Looks like a Ray actor handle over a plain object; `dead` ends every call with Retryable.
+
+    Of a target that names `BESIDE`, the other methods are worked on one at a time, in the order in which they were
+    sent, as by the real trainer: one that waits holds up those behind it.
+    """
 
     def __init__(self, target: Any) -> None:
         self.target = target
-        self.dead = False
+        self._beside: frozenset[str] | None = getattr(target, "BESIDE", None)
+        self._lane = asyncio.Lock()
+        self._death = asyncio.Event()
+
+    @property
+    def dead(self) -> bool:
+        return self._death.is_set()
+
+    @dead.setter
+    def dead(self, dead: bool) -> None:
+        assert dead
+        self._death.set()
 
     def __getattr__(self, name: str) -> Any:
         return _Method(self, name)
@@ -79,18 +95,33 @@ class _Method:
         return asyncio.ensure_future(self._run(*args))
 
     async def _run(self, *args: Any) -> Any:
-        await asyncio.sleep(0)
-        if self._handle.dead:
+        work = asyncio.ensure_future(self._work(*args))
+        death = asyncio.ensure_future(self._handle._death.wait())
+        death.add_done_callback(lambda _: work.cancel())
+        work.add_done_callback(lambda _: death.cancel())
+        await asyncio.wait([work, death], return_when=asyncio.FIRST_COMPLETED)  # goes on when nobody waits any more
+        if not work.done() or work.cancelled():
             raise Retryable("actor lost")
-        result = getattr(self._handle.target, self._name)(*args)
-        result = await result if asyncio.iscoroutine(result) else result
-        if self._handle.dead:
-            raise Retryable("actor lost")
-        return result
+        return work.result()
+
+    async def _work(self, *args: Any) -> Any:
+        handle = self._handle
+        free = handle._beside is None or self._name in handle._beside
+        async with nullcontext() if free else handle._lane:
+            await asyncio.sleep(0)
+            if handle.dead:
+                raise Retryable("actor lost")
+            result = getattr(handle.target, self._name)(*args)
+            result = await result if asyncio.iscoroutine(result) else result
+            if handle.dead:
+                raise Retryable("actor lost")
+            return result
 
 
 class FakeTrainer:
     """Counts groups and steps; keeps checkpoints in `disk` and snapshots in `node`, which outlive it."""
+
+    BESIDE = frozenset({"start", "saved", "snapshotted", "prepare"})
 
     def __init__(self, disk: Stored, node: Stored) -> None:
         self.disk = disk
@@ -125,6 +156,9 @@ class FakeTrainer:
     def slots(self) -> dict[int, str]:
         return {slot: uid for uid, (slot, _) in self.loaded.items()}
 
+    def prepare(self, request: LoadRequest) -> None:
+        return None
+
     def load(self, request: LoadRequest) -> Loaded:
         stored = [place[request.uid] for place in (self.disk, self.node) if request.uid in place]
         kept = max(stored, key=lambda state: state.step, default=Kept(0, Cursor(), ""))
@@ -135,6 +169,7 @@ class FakeTrainer:
         return Loaded(
             request.uid, kept.step, kept.cursor, kept.incarnation, len(kept.partial), sum(rewards), len(rewards),
             durable_step=self.disk[request.uid].step if request.uid in self.disk else None,
+            policy=sum([POLICY] * bool(kept.partial), PolicySums()),
         )  # fmt: skip
 
     def accumulate(self, groups: list[PromptGroup]) -> BatchResult:

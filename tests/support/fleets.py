@@ -52,6 +52,12 @@ class World:
             while not condition():
                 await self.fleet.signal.wait(0.05)
 
+    def doing(self, kind: str) -> list[str]:
+        """Runs that the trainer was asked to do this for and has not answered, also where it has not begun."""
+        work = self.fleet.trainer._work
+        asked = [doing for ticket in work.queue for doing in ticket.doing]
+        return [doing.uid for doing in [*asked, *work.beside] if doing.kind == kind]
+
     def trained(self) -> list[tuple[str, int, int]]:
         """(uid, group index, step) of every group that any trainer accumulated."""
         return [entry for handle in self.trainers for entry in handle.target.trained]
@@ -115,7 +121,7 @@ def build_world(tmp_path: Path, **pool_changes: Any) -> World:
     handles: list[Handle] = []
     fleet: Fleet
     holder: dict[str, Any] = {}
-    on_lost = lambda saving: holder["fleet"].on_trainer_lost(saving)  # noqa: E731
+    on_lost = lambda *lost: holder["fleet"].on_trainer_lost(*lost)  # noqa: E731
     trainer_handle = TrainerHandle(trainer, on_lost, registry.observe_trainer, world_kill)
     workers = WorkerSet(worker, 1)
     fleet = Fleet(config, registry, signal, trainer_handle, None, workers, RuntimeMetrics(registry, "pool"))  # type: ignore[arg-type]

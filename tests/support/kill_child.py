@@ -138,7 +138,7 @@ def _patch(catch: Catch, marks: Connection) -> None:
         setattr(owner, name, wrapped)
 
     def half(_: object, path: Path) -> None:
-        seam = "half of snapshot" if path.suffix == ".tmp" else f"half of {path.name}"
+        seam = "half of snapshot" if _of_snapshot(path) else f"half of {path.name}"
         if seam == catch.seam:
             path.write_bytes(os.urandom(512))
             at(seam)
@@ -155,5 +155,10 @@ def _patch(catch: Catch, marks: Connection) -> None:
     before(snapshot, "save_file", half)
     before(os, "fsync", lambda _: at("sync of a file"))
     before(Path, "replace", lambda *_: at("before the snapshot's rename"))
-    before(shutil, "rmtree", lambda *_: at("while pruning"))
+    before(shutil, "rmtree", lambda path, *_: None if _of_snapshot(Path(path) / "file") else at("while pruning"))
     Path.rename = renamed  # type: ignore[method-assign, assignment]
+
+
+def _of_snapshot(path: Path) -> bool:
+    """Whether a file is one that the snapshots' thread writes."""
+    return path.parent.name.startswith(".writing-")

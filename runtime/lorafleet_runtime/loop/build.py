@@ -15,7 +15,7 @@ def build_fleet(config: RuntimeConfig, registry: Registry, signal: Signal, metri
     """Make the parts of the pool. Nothing has started yet."""
     actors = Actors(config, registry.boot_epoch)
     fleet: Fleet
-    trainer = TrainerHandle(actors.trainer, lambda saving: fleet.on_trainer_lost(saving), registry.observe_trainer)
+    trainer = TrainerHandle(actors.trainer, lambda *lost: fleet.on_trainer_lost(*lost), registry.observe_trainer)
     fleet = Fleet(
         config=config,
         registry=registry,

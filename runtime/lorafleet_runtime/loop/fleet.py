@@ -3,18 +3,18 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.config.config import RuntimeConfig
+from lorafleet_runtime.loop.blame import Blame
 from lorafleet_runtime.loop.buffers import Buffers, CursorTracker
 from lorafleet_runtime.loop.engines import EngineSet
 from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.signal import Signal
-from lorafleet_runtime.loop.trainer import TrainerHandle, Writing
+from lorafleet_runtime.loop.trainer import Doing, TrainerHandle, Writing
 from lorafleet_runtime.loop.whiten import Whitening
 from lorafleet_runtime.loop.workers import WorkerSet
 from lorafleet_runtime.loop.writer import BackgroundWriter
@@ -22,7 +22,7 @@ from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.storage import run_directory
-from lorafleet_runtime.types import Cursor, PromptGroup, RunFault
+from lorafleet_runtime.types import Cursor, PromptGroup
 
 log = logging.getLogger(__name__)
 
@@ -107,19 +107,20 @@ class Fleet:
     unended: set[str] = field(default_factory=set)
     """Runs that at the last look could still come back for their snapshot."""
     accumulating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held from a batch's way to the trainer until its groups are committed, and stepped where they fill a batch: what
-    the trainer has accumulated is then what the cursors say. Taken before `RunState.stepping`."""
+    """Held from a batch's way to the trainer until its groups are committed, and stepped where they fill a batch (or
+    `stepping` is held until then): what the trainer has accumulated is then what the cursors say. Taken before
+    `RunState.stepping`."""
     company: Company = field(default_factory=Company)
-    """Joined by every load and every save; a save that may have killed a trainer goes alone, beside no batch either, so
-    that none takes another's blame. Taken after `RunState.saving`, before `accumulating`."""
-    suspects: set[str] = field(default_factory=set)
-    """Runs that were in a batch when the trainer died; they train alone until a batch succeeds."""
-    cleared: set[str] = field(default_factory=set)
-    """Runs whose save was under suspicion and went well alone. Each run is believed to be why once: at the next death
-    beside its save, a suspect that is there too is counted. So the deaths that count for nobody come to an end."""
+    """Joined by every load and every save; one that may have killed a trainer goes alone (`keep_company`). Taken after
+    `RunState.saving`, before `accumulating`, and that before all places for snapshots."""
     stopping: bool = False
     """The runtime is about to stop: nothing more is sampled or trained."""
+    blame: Blame = field(init=False)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Nobody is to blame for anything."""
+        self.blame = Blame(self.registry)
 
     def state(self, run: Run) -> RunState | None:
         """The state of this incarnation, or None before it is loaded."""
@@ -152,14 +153,60 @@ class Fleet:
         """Drop what is kept of a run that left its slot."""
         self.buffers.clear(uid)
         self.states.pop(uid, None)
-        self.suspects.discard(uid)
-        self.cleared.discard(uid)
+        self.blame.forget(uid)
 
-    def on_trainer_lost(self, saving: Collection[str] = ()) -> None:
+    async def keep_company(
+        self, held: AsyncExitStack, alone: bool, limit: float, stepping: asyncio.Lock | None = None
+    ) -> None:
+        """Join the other saves and loads; or be alone: no save, load, batch or snapshot is under way, nor begins.
+
+        Where the runtime stops nobody is failed any more, and nobody waits.
+
+        Args:
+            held: until it is closed.
+            alone: what is to be done may have killed a trainer.
+            limit: seconds that others' saves and loads may take to end, for who wants to be alone.
+            stepping: of the run itself. While it is held nobody else waits for this run.
+
+        Raises:
+            TimeoutError: the others took longer.
+        """
+        if self.stopping:
+            return
+        if not alone:
+            await held.enter_async_context(self.company.join())
+            return
+        while True:
+            if stepping is not None:
+                async with stepping:
+                    pass
+            async with AsyncExitStack() as tried:
+                async with self.trainer.patience(limit):
+                    await tried.enter_async_context(self.company.join(alone=True))
+                await tried.enter_async_context(self.accumulating)
+                if stepping is not None and stepping.locked():
+                    continue
+                tried.callback((await self.trainer.snapshot_permit(alone=True)).release)
+                held.push_async_callback(tried.pop_all().aclose)
+                return
+
+    @asynccontextmanager
+    async def between_batches(self, stepping: asyncio.Lock) -> AsyncIterator[None]:
+        """Hold `accumulating` while the run makes no step: nobody else waits for that step's snapshot."""
+        while True:
+            async with stepping:
+                pass
+            async with self.accumulating:
+                if not stepping.locked():  # else its last batch ended meanwhile
+                    yield
+                    return
+
+    def on_trainer_lost(self, under_way: Collection[Doing] = (), why: str = "") -> None:
         """Live runs load again; the groups that the dead trainer had are trained on once more.
 
         Args:
-            saving: runs with a checkpoint on its way, which may be why it died.
+            under_way: what it may have died of.
+            why: for people.
         """
         self.registry.trainer_lost()
         for uid, state in self.states.items():
@@ -169,29 +216,8 @@ class Fleet:
             state.tracker.release(group.index for group in state.taken)  # until then a checkpoint must not have them
             state.taken.clear()
             state.in_training = 0
-        for uid in sorted(saving):
-            if (run := self.registry.runs.get(uid)) is not None:
-                self.count_save_death(run, certain=len(saving) == 1 and run.save_deaths > 0)
-
-    def may_be_for_a_save(self, uids: Collection[str], saving: Collection[str]) -> bool:
-        """Whether a trainer that died while it worked for `uids` may have died of the saves beside them."""
-        return bool(saving) and not (self.suspects.issuperset(uids) and self.cleared.issuperset(saving))
-
-    def count_save_death(self, run: Run, certain: bool) -> None:
-        """The trainer died during a save of this run; it saves alone from now on, until one succeeds.
-
-        Args:
-            run: whose checkpoint was on its way.
-            certain: nothing else was on its way.
-        """
-        run.save_deaths += 1
-        if certain:
-            self.cleared.discard(run.uid)
-        limit = run.spec.backoff_limit
-        text = f"the trainer died {run.save_deaths} times while it saved this run; backoffLimit is {limit}"
-        log.error("run %s: %s", run.uid, text, extra=about(run.uid))
-        if certain and run.save_deaths > limit:
-            self.registry.fail(RunFault(run.uid, reasons.TRAINER_CRASHED, text))
+        self.swept = False  # it may have died before it removed what it was told to
+        self.blame.died(under_way, why)
 
     async def cancel(self) -> None:
         """End the background tasks."""

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from lorafleet_api.v1alpha1 import reasons
@@ -18,10 +18,10 @@ from lorafleet_runtime.loop.buffers import CursorTracker
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.publishing import publish
-from lorafleet_runtime.loop.trainer import TrainerLost
+from lorafleet_runtime.loop.trainer import Doing
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.storage import newest_step
-from lorafleet_runtime.types import Loaded, LoadRequest, RunFault, VersionId
+from lorafleet_runtime.types import Loaded, LoadRequest, VersionId
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,10 @@ async def load_trainer(fleet: Fleet, run: Run) -> None:
     loaded = await _ask(fleet, run)
     if loaded is None or run.state not in ("PENDING", "RETIRING"):
         return
-    run.load_deaths = 0
+    fleet.blame.loaded(run)
+    if run.was_loaded and loaded.step > run.step:
+        text = f"step {loaded.step} outlived its trainer, its answer did not: it has no samples, log line or figures"
+        log.warning("run %s: %s", run.uid, text, extra=about(run.uid, step=loaded.step))
     fleet.registry.loaded(loaded, time.time())
     for text in loaded.passed_over:
         log.warning("run %s: %s; going on from step %d", run.uid, text, loaded.step, extra=about(run.uid))
@@ -122,12 +125,10 @@ async def _ask_once(fleet: Fleet, run: Run) -> Loaded:
         data_digest=run.dataset.digest,
         checkpoint=None if newest is None else str(newest),
     )
-    try:
-        async with fleet.company.join():
-            loaded: Loaded = await fleet.trainer.call_within(limit, "load", request)
-    except TrainerLost as error:
-        _count_death(fleet, run, error)
-        raise
+    async with AsyncExitStack() as held:
+        await fleet.keep_company(held, run.load_deaths > 0, limit)
+        await fleet.trainer.prepare(limit, request)
+        loaded: Loaded = await fleet.trainer.call("load", request, doing=[Doing("load", run.uid)])
     return loaded
 
 
@@ -139,7 +140,7 @@ async def _look(work: Callable[[], Path | None]) -> Path | None:
     loop = asyncio.get_running_loop()
     found: asyncio.Future[Path | None] = loop.create_future()
 
-    def tell(path: Path | None, error: OSError | None) -> None:
+    def tell(path: Path | None, error: Exception | None) -> None:
         if found.done():  # nobody waits any more
             return
         if error is None:
@@ -148,28 +149,17 @@ async def _look(work: Callable[[], Path | None]) -> Path | None:
             found.set_exception(error)
 
     def run() -> None:
-        path, refused = None, None
+        path: Path | None = None
+        refused: Exception | None = None
         try:
             path = work()
         except OSError as error:
+            refused = error
+        except Exception as error:  # told too: who waits would wait until the time is over
+            log.exception("looking at the storage raised")
             refused = error
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(tell, path, refused)
 
     threading.Thread(target=run, name="look at storage", daemon=True).start()
     return await found
-
-
-def _count_death(fleet: Fleet, run: Run, error: TrainerLost) -> None:
-    if not error.executing:
-        return
-    if fleet.may_be_for_a_save({run.uid}, error.saving):  # those save alone from now on
-        fleet.suspects.add(run.uid)
-        return
-    run.load_deaths += 1
-    if run.load_deaths > run.spec.backoff_limit:
-        limit = run.spec.backoff_limit
-        text = (
-            f"the trainer died {run.load_deaths} times while it loaded this run; backoffLimit is {limit}; last: {error}"
-        )
-        fleet.registry.fail(RunFault(run.uid, reasons.TRAINER_CRASHED, text))

@@ -19,7 +19,8 @@ from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.loading import load_trainer
-from lorafleet_runtime.loop.trainer import Permit, TrainerLost, Writing
+from lorafleet_runtime.loop.permit import Permit
+from lorafleet_runtime.loop.trainer import Writing
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.types import Artifact, Retention
 
@@ -131,14 +132,12 @@ async def checkpoint(fleet: Fleet, run: Run, partial: bool = False, limit: float
         alone = run.save_deaths > 0 and not fleet.stopping
         if alone:
             limit = run.spec.save_timeout_seconds if limit is None else limit  # others wait for it
-        await _keep_company(fleet, held, alone, limit)
+        await fleet.keep_company(held, alone, limit or 0.0, state.stepping)
         async with fleet.trainer.patience(limit):
             permit = await fleet.trainer.permit(alone)
         held.callback(permit.release)
-        if partial and not alone:
-            async with state.stepping:
-                pass  # a step that waits for its snapshot: other runs' batches must not wait for it, too
-        async with fleet.accumulating if partial and not alone else nullcontext(), state.stepping:
+        between = fleet.between_batches(state.stepping) if partial and not alone else nullcontext()
+        async with between, state.stepping:
             writing = await _capture(fleet, run, state, permit, partial)
         if not isinstance(writing, Writing):
             return writing
@@ -149,21 +148,9 @@ async def checkpoint(fleet: Fleet, run: Run, partial: bool = False, limit: float
             fleet.trainer.abandon(run.uid, writing)
             raise
         state.writing = None
-    if run.save_deaths > 0:
-        fleet.cleared.add(run.uid)
-        run.save_deaths = 0
+    fleet.blame.saved(run)
     log.info("run %s: checkpoint of step %d written", run.uid, artifact.step, extra=about(run.uid, path=artifact.path))
     return artifact
-
-
-async def _keep_company(fleet: Fleet, held: AsyncExitStack, alone: bool, limit: float | None) -> None:
-    """Join the other saves and loads; or wait until none is under way, nor a batch, and let none begin."""
-    if fleet.stopping:
-        return
-    async with fleet.trainer.patience(limit if alone else None):
-        await held.enter_async_context(fleet.company.join(alone))
-    if alone:
-        await held.enter_async_context(fleet.accumulating)
 
 
 async def _capture(fleet: Fleet, run: Run, state: RunState, permit: Permit, partial: bool) -> Writing | Artifact | None:
@@ -184,10 +171,6 @@ async def _capture(fleet: Fleet, run: Run, state: RunState, permit: Permit, part
         await writing.captured()
     except asyncio.CancelledError:  # it goes on all the same
         fleet.trainer.abandon(run.uid, writing)
-        raise
-    except TrainerLost as error:
-        if error.executing:
-            fleet.count_save_death(run, certain=not error.saving)
         raise
     return writing
 

@@ -6,47 +6,40 @@ The loop calls it; it knows no rank: `trainer/group.py` makes one trainer of sev
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from lorafleet_runtime.errors import Retryable
+from lorafleet_runtime.loop.permit import Permit
 from lorafleet_runtime.remote import call
-from lorafleet_runtime.types import Artifact
+from lorafleet_runtime.types import Artifact, LoadRequest
 
 log = logging.getLogger(__name__)
 
 _SAVES_AT_ONCE = 4
 """Checkpoints captured and not yet written; each holds copies of a run's weights and moments in the trainer's node."""
 
+_SNAPSHOTS_AT_ONCE = 4
+"""Steps whose snapshots are not yet written; the trainer has room for as many copies."""
+
+
+class Doing(NamedTuple):
+    """Something that a trainer does for a run, and may die of."""
+
+    kind: Literal["batch", "step", "snapshot", "save", "load"]
+    uid: str
+
 
 class TrainerLost(Retryable):
-    """The trainer died.
-
-    Args:
-        message: what Ray says.
-        executing: it died in this very call; calls behind it in the actor's queue have nothing to do with it.
-        saving: runs with a checkpoint on its way at that moment: any of them may be why it died, and not this call.
-    """
-
-    def __init__(self, message: str, executing: bool, saving: frozenset[str] = frozenset()) -> None:
-        super().__init__(message)
-        self.executing = executing
-        self.saving = saving
+    """The trainer died, or was replaced."""
 
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
     """A call's place in the queue."""
 
-    limit: float = 0.0
-    timer: asyncio.Timeout | None = None
-    """Of who waits: `limit` seconds from the moment on at which the trainer works on the call."""
-
-    def begin(self) -> None:
-        """The trainer works on it."""
-        if self.timer is not None:
-            self.timer.reschedule(asyncio.get_running_loop().time() + self.limit)
+    doing: tuple[Doing, ...]
 
 
 @dataclass(slots=True)
@@ -55,46 +48,12 @@ class _Work:
 
     queue: list[_Ticket] = field(default_factory=list)
     """Calls without an answer, in the order in which the actor works on them."""
-    writing: list[str] = field(default_factory=list)
-    """Runs with a checkpoint captured and not yet written."""
-    saving: frozenset[str] = frozenset()
-    """Those of `writing` at the trainer's death."""
+    beside: list[Doing] = field(default_factory=list)
+    """What goes on beside those."""
 
-    def add(self, ticket: _Ticket) -> None:
-        """A call was sent."""
-        self.queue.append(ticket)
-        if self.queue[0] is ticket:
-            ticket.begin()
-
-    def remove(self, ticket: _Ticket) -> None:
-        """A call was answered."""
-        self.queue.remove(ticket)
-        if self.queue:
-            self.queue[0].begin()
-
-
-class Permit:
-    """One or all of the `_SAVES_AT_ONCE` places, given back once."""
-
-    def __init__(self, places: asyncio.Semaphore, count: int = 0) -> None:
-        self._places = places
-        self._count = count
-
-    async def take(self) -> None:
-        """Wait for one place more."""
-        await self._places.acquire()
-        self._count += 1
-
-    def release(self) -> None:
-        """Give back what there is; nothing happens when it is given back or handed over already."""
-        count, self._count = self._count, 0
-        for _ in range(count):
-            self._places.release()
-
-    def hand_over(self) -> "Permit":
-        """The same places, for somebody else to give back."""
-        count, self._count = self._count, 0
-        return Permit(self._places, count)
+    def under_way(self) -> frozenset[Doing]:
+        """What the trainer works on now; calls behind the first have nothing to do with its death."""
+        return frozenset([*(self.queue[0].doing if self.queue else ()), *self.beside])
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +91,8 @@ class TrainerHandle:
 
     Args:
         spawn: makes the trainer; returns its handle.
-        on_lost: runs once per death, before the restart, with the runs that had a checkpoint on its way: live runs
-            must load again.
+        on_lost: runs once per death, before the restart, with what was under way (nothing when it was condemned) and
+            what Ray says: live runs must load again.
         on_ready: runs when a new trainer answers.
         kill: ends a trainer that may still live: two of them must never work for the same runs.
     """
@@ -141,7 +100,7 @@ class TrainerHandle:
     def __init__(
         self,
         spawn: Callable[[], Any],
-        on_lost: Callable[[frozenset[str]], None],
+        on_lost: Callable[[frozenset[Doing], str], None],
         on_ready: Callable[[dict[int, str]], None],
         kill: Callable[[Any], None] = lambda trainer: trainer.kill(),
     ) -> None:
@@ -153,6 +112,7 @@ class TrainerHandle:
         self._work = _Work()
         self._ready = asyncio.Event()
         self._places = asyncio.Semaphore(_SAVES_AT_ONCE)
+        self._snapshot_places = asyncio.Semaphore(_SNAPSHOTS_AT_ONCE)
         self._patient: dict[asyncio.Timeout, float] = {}
         self._restart: asyncio.Task[None] | None = None
 
@@ -171,31 +131,25 @@ class TrainerHandle:
         self._on_ready(slots)
         self._ready.set()
 
-    async def call(self, method: str, *args: object) -> Any:
+    async def call(self, method: str, *args: object, doing: Collection[Doing] = ()) -> Any:
         """Call a trainer method; waits while the trainer restarts.
+
+        Args:
+            method: of the trainer.
+            args: of the method.
+            doing: what it may die of while it works on this.
 
         Raises:
             RunError: the run's own fault.
             TrainerLost: the trainer died; its runs load again.
         """
         await self._ready.wait()
-        return await self._queued(self._actor, getattr(self._actor, method).remote(*args))
+        return await self._queued(self._actor, getattr(self._actor, method).remote(*args), doing)
 
-    async def call_within(self, limit: float, method: str, *args: object) -> Any:
-        """As `call`; waiting for a trainer, and for what it was asked before, takes no time.
-
-        Raises:
-            TimeoutError: it has worked on this call for `limit` seconds; it goes on with it.
-        """
-        await self._ready.wait()
-        async with asyncio.timeout(None) as timer:
-            ticket = _Ticket(limit, timer)
-            return await self._queued(self._actor, getattr(self._actor, method).remote(*args), ticket)
-
-    def _queued(self, actor: Any, reference: Any, ticket: _Ticket | None = None) -> Coroutine[Any, Any, Any]:
+    def _queued(self, actor: Any, reference: Any, doing: Collection[Doing] = ()) -> Coroutine[Any, Any, Any]:
         """The answer to a call that was sent just now."""
-        ticket = ticket or _Ticket()
-        self._work.add(ticket)
+        ticket = _Ticket(tuple(doing))
+        self._work.queue.append(ticket)
         return self._answer(actor, reference, ticket, self._work)
 
     async def _answer(self, actor: Any, reference: Any, ticket: _Ticket, work: _Work) -> Any:
@@ -203,21 +157,66 @@ class TrainerHandle:
         try:
             answer = await asyncio.shield(task)
         except Retryable as error:
-            self._lost(actor)
-            # The ticket stays in the dead trainer's queue: nobody behind it was executing.
-            raise TrainerLost(str(error), work.queue[0] is ticket, work.saving) from error
+            self._lost(actor, str(error))
+            raise TrainerLost(str(error)) from error  # the ticket stays: nobody behind it was being worked on
         except asyncio.CancelledError:  # the trainer works on it all the same, and may die of it
-            ticket.timer = None
             task.add_done_callback(lambda ended: _forget(ended, ticket, work))
             raise
         except Exception as error:
-            work.remove(ticket)
+            work.queue.remove(ticket)
             if work is not self._work:  # condemned meanwhile; what its calls raise says nothing of their runs
-                raise TrainerLost("the trainer was lost while it answered", executing=False) from error
+                raise TrainerLost("the trainer was lost while it answered") from error
             raise
-        work.remove(ticket)
+        work.queue.remove(ticket)
         self._check_current(actor)
         return answer
+
+    async def _beside(self, method: str, argument: object) -> Any:
+        """A call in a lane that no other call waits for, of the trainer of now."""
+        if not self._ready.is_set():
+            raise TrainerLost(f"{method}: the trainer was lost")
+        actor = self._actor
+        try:
+            return await call(getattr(actor, method).remote(argument))
+        except Retryable as error:
+            self._lost(actor, str(error))
+            raise TrainerLost(str(error)) from error
+
+    def begin(self, doing: Doing) -> Callable[[], None]:
+        """Something goes on beside the calls, until the function returned is called or the trainer dies."""
+        beside = self._work.beside
+        beside.append(doing)
+        ends = [beside.remove]
+        return lambda: ends.pop()(doing) if ends else None
+
+    async def prepare(self, limit: float, request: LoadRequest) -> None:
+        """Have the trainer read what the run's load starts from; no other call waits for the storage.
+
+        Raises:
+            RunError: the run's own fault, or the storage's.
+            TimeoutError: it was not read within `limit` seconds of now; waiting for a trainer takes no time.
+            TrainerLost: the trainer died.
+        """
+        await self._ready.wait()
+        ended = self.begin(Doing("load", request.uid))
+        try:
+            async with asyncio.timeout(limit):
+                await self._beside("prepare", request)
+        finally:
+            ended()
+
+    @property
+    def snapshots_full(self) -> bool:
+        """A step would have to wait for the snapshots of others."""
+        return self._snapshot_places.locked()
+
+    async def snapshot_permit(self, alone: bool = False) -> Permit:
+        """Wait for a place among the snapshots. Taken before the step is sent: the trainer itself waits for no disk.
+
+        Args:
+            alone: wait for all places, so that none is under way and none begins. One at a time.
+        """
+        return await Permit.of(self._snapshot_places, _SNAPSHOTS_AT_ONCE if alone else 1)
 
     async def permit(self, alone: bool = False) -> Permit:
         """Wait for a place among the saves, so that their copies do not pile up behind a slow disk.
@@ -227,14 +226,7 @@ class TrainerHandle:
         Args:
             alone: wait for all places: also for writes that nobody else waits for any more. One at a time.
         """
-        permit = Permit(self._places)
-        try:
-            for _ in range(_SAVES_AT_ONCE if alone else 1):
-                await permit.take()
-        except BaseException:
-            permit.release()
-            raise
-        return permit
+        return await Permit.of(self._places, _SAVES_AT_ONCE if alone else 1)
 
     @contextlib.asynccontextmanager
     async def patience(self, limit: float | None) -> AsyncIterator[None]:
@@ -253,11 +245,11 @@ class TrainerHandle:
 
     def abandon(self, uid: str, writing: Writing) -> None:
         """Nobody waits for the run's write any more, or will: a death while it hangs says nothing of it."""
-        work = self._work
+        beside = self._work.beside
 
         def forget(_: object = None) -> None:
             with contextlib.suppress(ValueError):
-                work.writing.remove(uid)
+                beside.remove(Doing("save", uid))
 
         if writing._captured.done():
             forget()
@@ -276,8 +268,8 @@ class TrainerHandle:
             TrainerLost: there is no trainer at the moment.
         """
         if not self._ready.is_set():
-            raise TrainerLost("the trainer was lost with what it was to save", executing=False)
-        answer = self._queued(self._actor, self._actor.capture.remote(uid, *args))
+            raise TrainerLost("the trainer was lost with what it was to save")
+        answer = self._queued(self._actor, self._actor.capture.remote(uid, *args), [Doing("save", uid)])
         captured = asyncio.create_task(self._capture(uid, answer), name=f"capturing run {uid}")
         written = asyncio.create_task(self._write(uid, captured), name=f"writing run {uid}")
         place = permit.hand_over()
@@ -286,30 +278,25 @@ class TrainerHandle:
             task.add_done_callback(lambda task: None if task.cancelled() else task.exception())  # told to who waits
         return Writing(captured, written)
 
-    async def _capture(self, uid: str, answer: Coroutine[Any, Any, str]) -> tuple[str, Any, _Work]:
+    async def _capture(self, uid: str, answer: Coroutine[Any, Any, str]) -> tuple[str, _Work]:
         ticket = await answer
-        self._work.writing.append(uid)
-        return ticket, self._actor, self._work
+        self._work.beside.append(Doing("save", uid))
+        return ticket, self._work
 
-    async def _write(self, uid: str, captured: asyncio.Task[tuple[str, Any, _Work]]) -> Artifact:
-        ticket, actor, work = await captured
+    async def _write(self, uid: str, captured: asyncio.Task[tuple[str, _Work]]) -> Artifact:
+        ticket, work = await captured
         try:
             if work is not self._work:
-                raise TrainerLost("the trainer was lost with what it was to save", executing=False)
-            artifact: Artifact | None = await call(actor.saved.remote(ticket))
-        except TrainerLost:
-            raise
-        except Retryable as error:
-            self._lost(actor)
-            raise TrainerLost(str(error), executing=False) from error
+                raise TrainerLost("the trainer was lost with what it was to save")
+            artifact: Artifact | None = await self._beside("saved", ticket)
         finally:
             with contextlib.suppress(ValueError):  # abandoned
-                work.writing.remove(uid)
+                work.beside.remove(Doing("save", uid))
             for timeout, limit in self._patient.items():
                 if not timeout.expired():
                     timeout.reschedule(asyncio.get_running_loop().time() + limit)
         if artifact is None:
-            raise TrainerLost("saved: this trainer never took it; the one that did was lost", executing=False)
+            raise TrainerLost("saved: this trainer never took it; the one that did was lost")
         return artifact
 
     @property
@@ -319,17 +306,17 @@ class TrainerHandle:
 
     def _check_current(self, actor: Any) -> None:
         if actor is not self._actor or not self._ready.is_set():  # its runs have been told to load again
-            raise TrainerLost("the trainer was lost while its answer was on the way", executing=False)
+            raise TrainerLost("the trainer was lost while its answer was on the way")
 
-    async def export(self, uid: str) -> tuple[Any, Any]:
+    async def export(self, uid: str, doing: Collection[Doing] = ()) -> tuple[Any, Any]:
         """The run's adapter as (Manifest, reference to the flat buffer); the bytes do not pass through here."""
         await self._ready.wait()
         actor = self._actor
         manifest_ref, buffer_ref = actor.export.options(num_returns=2).remote(uid)
-        return await self._queued(actor, manifest_ref), buffer_ref
+        return await self._queued(actor, manifest_ref, doing), buffer_ref
 
     async def snapshotted(self, ticket: str) -> None:
-        """Wait until a step outlives the trainer that made it, in a lane that no other call waits for.
+        """Wait until a step outlives the trainer that made it.
 
         Args:
             ticket: of the step's result.
@@ -337,37 +324,27 @@ class TrainerHandle:
         Raises:
             TrainerLost: the trainer died, and perhaps the step with it.
         """
-        if not self._ready.is_set():
-            raise TrainerLost("the trainer was lost with a step's snapshot", executing=False)
         actor = self._actor
-        try:
-            known: bool = await call(actor.snapshotted.remote(ticket))
-        except Retryable as error:
-            self._lost(actor)
-            raise TrainerLost(str(error), executing=False) from error
-        if not known:
-            raise TrainerLost("snapshotted: this trainer did not make the step; the one that did was lost", False)
+        if not await self._beside("snapshotted", ticket):
+            raise TrainerLost("snapshotted: this trainer did not make the step; the one that did was lost")
         self._check_current(actor)
 
     def condemn(self, actor: Any) -> None:
         """Replace a trainer whose state cannot be trusted any more: it raised in the middle of a batch."""
-        self._lost(actor, at_work=False)
+        self._lost(actor, "condemned", at_work=False)
 
-    def _lost(self, actor: Any, at_work: bool = True) -> None:
+    def _lost(self, actor: Any, why: str, at_work: bool = True) -> None:
         if actor is not self._actor or not self._ready.is_set():
             return
-        work, self._work = self._work, _Work()
-        if at_work:
-            work.saving = frozenset(work.writing)
-        else:
-            work.queue.insert(0, _Ticket())  # none of the calls and saves that end now is why
+        # Of one that is condemned, none of the calls and saves that end now is why.
+        under_way, self._work = self._work.under_way() if at_work else frozenset(), _Work()
         log.error("the trainer died; starting a new one")
         self._ready.clear()
         try:
             self._kill(actor)
         except Exception:  # Ray itself may be restarting; without the rest nobody would ever start a new one
             log.exception("the trainer that was lost could not be ended")
-        self._on_lost(work.saving)
+        self._on_lost(under_way, why)
         self._restart = asyncio.create_task(self._start_again())
 
     async def _start_again(self) -> None:
@@ -387,4 +364,4 @@ class TrainerHandle:
 def _forget(ended: asyncio.Future[Any], ticket: _Ticket, work: _Work) -> None:
     """A call that nobody waited for has ended; one that its trainer died in stays, as for the others."""
     if ended.cancelled() or not isinstance(ended.exception(), Retryable):
-        work.remove(ticket)
+        work.queue.remove(ticket)

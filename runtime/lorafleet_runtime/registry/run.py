@@ -158,6 +158,7 @@ class Run:
         self.loaded = self.was_loaded = True
         self.accumulated_groups = self.restored_groups = loaded.groups
         self.progress.reward_sum, self.progress.reward_count = loaded.reward_sum, loaded.samples
+        self.progress.policy_sums = loaded.policy
         self.note = "; ".join([*filter(None, [self.note]), *loaded.passed_over])
         durable = -1 if loaded.durable_step is None else loaded.durable_step
         if self.artifact is not None and self.artifact.step > min(self.step, durable):
@@ -210,6 +211,11 @@ class Run:
     def groups_per_step(self) -> int:
         """Prompt groups that fill the run's batch."""
         return self.spec.rollout_batch_size
+
+    @property
+    def batch_is_full(self) -> bool:
+        """All groups of the next step are accumulated."""
+        return self.accumulated_groups == self.groups_per_step
 
     @property
     def queue_priority(self) -> int:

@@ -8,7 +8,6 @@ import hashlib
 import os
 import socket
 import tempfile
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
-from lorafleet_runtime.storage import ASIDE, latest_checkpoint, run_directory, step_of
 from lorafleet_runtime.trainer.group import Seat, TrainerGroup
 from lorafleet_runtime.trainer.saves import Saves
 from lorafleet_runtime.types import (
@@ -38,6 +36,7 @@ from lorafleet_runtime.types import (
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from lorafleet_runtime.trainer.prepare import Prepared
     from lorafleet_runtime.trainer.rank import TrainerRank
 
 RESOURCE = "lorafleet_trainer"
@@ -49,10 +48,13 @@ _SAVES = "saves"
 _SNAPSHOTS = "snapshots"
 """Of those that wait for snapshots: another disk, another lane."""
 
+_READS = "reads"
+"""Of those that read what a load starts from; more than will ever hang at once."""
+
 _PROCESS = "process"
 """Of the call that must answer also while the storage hangs."""
 
-LANES = {_SAVES: 4, _SNAPSHOTS: 4, _PROCESS: 1}
+LANES = {_SAVES: 4, _SNAPSHOTS: 4, _READS: 16, _PROCESS: 1}
 """Concurrency groups of the actor's class."""
 
 
@@ -70,7 +72,9 @@ class TrainerActor:
         self._arguments = (pool_spec, model_path, storage_root, pool)
         self._store: Store | None = None
         self._saves = Saves()
-        self._is_first = True
+        self._wanted: dict[str, LoadRequest] = {}
+        """Being read, by uid."""
+        self._prepared: dict[str, tuple[LoadRequest, Prepared]] = {}
 
     def node(self) -> str:
         """The Ray node that the actor was placed on."""
@@ -95,7 +99,6 @@ class TrainerActor:
         """
         pool_spec, model_path, storage_root, pool = self._arguments
         self._limit_threads(seat.neighbours)
-        self._is_first = seat.rank == 0
         import torch
 
         from lorafleet_runtime.trainer import rank
@@ -128,21 +131,24 @@ class TrainerActor:
 
         torch.set_num_threads(threads)
 
-    def load(self, request: LoadRequest) -> Loaded:
-        """See TrainerRank.load; rank 0 adds what the storage has then, with damaged checkpoints set aside."""
-        loaded = self._rank.load(request)
-        return replace(loaded, durable_step=self._durable_step(request)) if self._is_first else loaded
+    @ray.method(concurrency_group=_READS)  # type: ignore[untyped-decorator, unused-ignore]
+    def prepare(self, request: LoadRequest) -> None:
+        """Read what `load` of the same run starts from; rank 0 only. See TrainerRank.prepare."""
+        self._wanted[request.uid] = request
+        prepared = self._rank.prepare(request)
+        if self._wanted.get(request.uid) is request:  # else nobody waits for it any more
+            self._prepared[request.uid] = (request, prepared)
 
-    def _durable_step(self, request: LoadRequest) -> int | None:
-        directory = run_directory(Path(self._arguments[2]), request.namespace, request.name, request.uid)
-        try:
-            newest = latest_checkpoint(directory)
-        except OSError:
-            return None  # what cannot be seen is not relied on
-        return step_of(newest) if newest is not None and not newest.name.startswith(ASIDE) else None
+    def load(self, request: LoadRequest) -> Loaded:
+        """See TrainerRank.load; with what was prepared for this very request."""
+        self._wanted.pop(request.uid, None)
+        wanted, prepared = self._prepared.pop(request.uid, (None, None))
+        return self._rank.load(request, prepared if wanted == request else None)
 
     def drop(self, uid: str, keep_snapshot: bool = False) -> str:
         """See TrainerRank.drop."""
+        self._wanted.pop(uid, None)
+        self._prepared.pop(uid, None)
         return self._rank.drop(uid, keep_snapshot)
 
     def retain(self, uids: list[str]) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from lorafleet_runtime.storage import (
 from lorafleet_runtime.trainer.record import PendingRecord
 from lorafleet_runtime.trainer.record_files import clean_pending
 from lorafleet_runtime.trainer.record_moves import FOLDER
-from lorafleet_runtime.types import Artifact, Cursor
+from lorafleet_runtime.types import Artifact, Cursor, PolicySums
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,8 @@ class Partial:
     reward_sum: float = 0.0
     """Over the samples of these groups."""
     samples: int = 0
+    policy: PolicySums = field(default_factory=PolicySums)
+    """Over their response tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,7 @@ def _state_json(identity: Identity, state: TrainState, files: dict[str, Any]) ->
             "groups": partial.groups,
             "reward_sum": partial.reward_sum,
             "samples": partial.samples,
+            "policy": asdict(partial.policy),
         }
     return stored
 

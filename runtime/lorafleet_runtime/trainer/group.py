@@ -20,7 +20,7 @@ from lorafleet_runtime.remote import call
 GRACE_SECONDS = 120.0
 """After one rank raised, the others have this long to raise the same, or Ray to say which rank died."""
 
-_FIRST_ONLY = frozenset({"saved", "snapshotted", "retain", "pid"})
+_FIRST_ONLY = frozenset({"saved", "snapshotted", "prepare", "retain", "pid"})
 """Calls that concern rank 0 alone: they are about files, and meet nobody in a collective."""
 
 

@@ -18,12 +18,10 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_api.v1alpha1.adapterrun import AdapterRunSpec
 from lorafleet_runtime.errors import ConfigError, RunError, RuntimeFault
-from lorafleet_runtime.storage import inside, run_directory
-from lorafleet_runtime.trainer import checkpoint as checkpoints
+from lorafleet_runtime.storage import run_directory
 from lorafleet_runtime.trainer.admit import check_load
 from lorafleet_runtime.trainer.checkpoint import Identity, Save, TrainState
 from lorafleet_runtime.trainer.export import flat_export, peft_config, peft_tensors
-from lorafleet_runtime.trainer.initial import init_fresh, load_peft
 from lorafleet_runtime.trainer.layout import PROJECTIONS, flat_layout
 from lorafleet_runtime.trainer.lora import SlotAdapter
 from lorafleet_runtime.trainer.losses.policy import LossParams
@@ -31,13 +29,12 @@ from lorafleet_runtime.trainer.model import BaseModel
 from lorafleet_runtime.trainer.optimizer import SlotOptimizer
 from lorafleet_runtime.trainer.parallel import Ranks
 from lorafleet_runtime.trainer.passes import admit, run_passes
+from lorafleet_runtime.trainer.prepare import Prepared, Reader
 from lorafleet_runtime.trainer.record import StepRecorder
 from lorafleet_runtime.trainer.record_files import Start, StepFigures, describe_run
 from lorafleet_runtime.trainer.record_moves import FOLDER, Defer, Outbox, at_once, clear_of_other_boots, forward
-from lorafleet_runtime.trainer.restore import newest_state
 from lorafleet_runtime.trainer.slot import Slot, count
 from lorafleet_runtime.trainer.snapshot import Snapshots
-from lorafleet_runtime.trainer.warm_start import init_directory, read_peft_config
 from lorafleet_runtime.trainer.weights import common_digest
 from lorafleet_runtime.types import (
     Artifact,
@@ -100,22 +97,34 @@ class TrainerRank:
         self._slots: dict[int, Slot] = {}
         self._keeps_snapshots = snapshots is not None
         self._snapshots = Snapshots(snapshots if ranks.is_first else None)
+        self._reader = Reader(self._storage, self._snapshots, self._model.shape, self._master_type)
         self._waiting, self._defer = self._snapshots.records, defer
         if self._waiting is not None:
             clear_of_other_boots(self._waiting)
         self._torn = False
 
-    def load(self, request: LoadRequest) -> Loaded:
+    def load(self, request: LoadRequest, prepared: Prepared | None = None) -> Loaded:
         """Put a run into a slot, from its newest snapshot or checkpoint, from initFrom, or fresh; a loaded one anew.
+
+        Args:
+            request: the same on every rank.
+            prepared: for it, on rank 0; what is not prepared is read now.
 
         Raises:
             RunError: the run cannot be trained here; nothing of it is left behind.
         """
         spec = check_load(request, self._pool, self.slots())
-        chosen = spec.target_modules or self._pool.target_modules
-        targets = tuple(p for p in PROJECTIONS if p in chosen)  # one order whatever the spec says
-        identity = Identity(request.uid, self._digest, request.data_digest, spec.rank, spec.lora_alpha, targets)
-        state, passed_over = self._ranks.on_first(lambda: self._state(request, spec, identity))
+        identity = self._identity(request, spec)
+        targets = identity.target_modules
+        found = prepared
+
+        def state_on_first() -> TrainState:
+            nonlocal found
+            found = found or self._reader.read(request, spec, identity)
+            return found.state
+
+        state = self._ranks.on_first(state_on_first)
+        found = found or Prepared(state)  # other ranks tell nobody of the rest
         model = self._model
         adapter = SlotAdapter(
             model.shape, spec.rank, spec.lora_alpha, targets, model.dtype, model.device, state.use_rslora, self._ranks
@@ -125,42 +134,31 @@ class TrainerRank:
         slot = Slot(request.uid, spec, LossParams.from_spec(spec), adapter, optimizer, identity, state.incarnation)
         if spec.record_steps:
             slot.recorder = self._recorder(request, slot, state)
-        slot.restore(state)
+        slot.restore(state, found.unfinished)
         self._free(request.uid)
         self._slots[request.slot] = slot
         return Loaded(
             request.uid, state.step, state.cursor, state.incarnation, slot.groups, slot.reward_sum, slot.samples,
-            passed_over,
+            found.passed_over, found.durable_step, slot.policy,
         )  # fmt: skip
 
-    def _state(
-        self, request: LoadRequest, spec: AdapterRunSpec, identity: Identity
-    ) -> tuple[TrainState, tuple[str, ...]]:
-        """What the run starts from, and what was passed over."""
-        layout = flat_layout(self._model.shape, spec.rank, identity.target_modules)
-        stored, passed_over = self._stored(request, identity)
-        if stored is not None:
-            _check_stored(stored, (layout[-1].end,), self._master_type)
-            return stored, passed_over
-        if spec.init_from is not None:
-            source = init_directory(spec.init_from, self._storage)
-            rslora = read_peft_config(source, spec.rank, spec.lora_alpha)
-            master = load_peft(layout, source)
-        else:
-            rslora, master = False, init_fresh(layout, spec.init_scheme, spec.init_seed)
-        zero = torch.zeros_like(master)
-        return TrainState(0, request.target_step, Cursor(), "", rslora, master, zero, zero), passed_over
+    def prepare(self, request: LoadRequest) -> Prepared:
+        """Read what a load starts from. For any thread, on rank 0; nobody else waits for the storage.
+
+        Raises:
+            RunError: the run cannot be trained here, or the storage cannot be read.
+        """
+        spec = check_load(request, self._pool, self.slots())
+        return self._reader.read(request, spec, self._identity(request, spec))
+
+    def _identity(self, request: LoadRequest, spec: AdapterRunSpec) -> Identity:
+        chosen = spec.target_modules or self._pool.target_modules
+        targets = tuple(p for p in PROJECTIONS if p in chosen)  # one order whatever the spec says
+        return Identity(request.uid, self._digest, request.data_digest, spec.rank, spec.lora_alpha, targets)
 
     @property
     def _master_type(self) -> torch.dtype:
         return torch.float64 if self._model.dtype == torch.float64 else torch.float32
-
-    def _stored(self, request: LoadRequest, identity: Identity) -> tuple[TrainState | None, tuple[str, ...]]:
-        """The newest state to go on from, and what was passed over."""
-        snapshot = self._snapshots.read(identity)
-        if request.checkpoint is None:
-            return snapshot, ()
-        return newest_state(self._inside(request.checkpoint), snapshot, identity)
 
     def drop(self, uid: str, keep_snapshot: bool = False) -> str:
         """Free the run's slot; a run that is not loaded is fine. Returns what StepRecorder.close does.
@@ -254,9 +252,14 @@ class TrainerRank:
         """Copy the state after a step and have it written. The ticket on rank 0; empty on the others, and without."""
         if not self._keeps_snapshots:
             return ""
-        has_place = self._snapshots.place(slot.uid, slot.optimizer.step_count)
-        state = slot.state(cursor, self._snapshots.copy if has_place else _as_it_is)  # a collective all the same
-        return self._snapshots.add(slot.identity, state) if state is not None and has_place else ""
+        size = (slot.adapter.canonical_layout[-1].end, self._master_type, self._model.device.type == "cuda")
+        places = self._snapshots.place(slot.uid, slot.optimizer.step_count, *size)
+
+        def copy(full: torch.Tensor) -> torch.Tensor:  # it waits for no GPU
+            return full if places is None else next(places).copy_(full.detach(), non_blocking=True)
+
+        state = slot.state(cursor, copy)  # a collective, with or without a place
+        return self._snapshots.add(slot.identity, state) if state is not None and places is not None else ""
 
     def snapshotted(self, ticket: str) -> bool:
         """Wait for the snapshot of a step; see Snapshots.written. For any thread, on rank 0."""
@@ -359,12 +362,6 @@ class TrainerRank:
         recorder.start(fresh, state.step)
         return recorder
 
-    def _inside(self, path: str) -> Path:
-        try:
-            return inside(self._storage, path)
-        except ValueError as error:
-            raise RunError(reasons.STORAGE_ERROR, f"checkpoint: {path!r} {error}") from error
-
     def _slot(self, uid: str) -> Slot:
         for slot in self._slots.values():
             if slot.uid == uid:
@@ -380,16 +377,3 @@ class TrainerRank:
     def _check_whole(self) -> None:
         if self._torn:
             raise RuntimeFault("the trainer failed in the middle of a batch; start it again and reload its runs")
-
-
-def _check_stored(state: TrainState, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if not checkpoints.same_layout(state, torch.empty(shape, dtype=dtype, device="meta")):
-        text = f"the state of step {state.step}: its tensors do not fit this base model; start a new run"
-        raise RunError(reasons.CHECKPOINT_MISMATCH, text)
-    if not checkpoints.is_finite(state):
-        text = f"the state of step {state.step} holds values that are not finite; start a new run"
-        raise RunError(reasons.NON_FINITE, text)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -9,7 +9,7 @@ A record that storage refuses is an error for people and never ends a run or a s
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,36 @@ class PendingRecord:
             write_pair(self.directory, pending_name(self.about["step"]), self.tensors, self.about)
         except (OSError, SafetensorError) as error:
             log.error("run %s: the unfinished step cannot be recorded in %s (%s)", self.uid, self.directory, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """The groups of an unfinished step, as a checkpoint left them; or why they cannot be had."""
+
+    groups: Sequence[PromptGroup] = ()
+    logprobs: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """By place in `groups`."""
+    broken: str = ""
+
+
+def read_unfinished(uid: str, directory: Path, step: int, groups: int) -> Unfinished:
+    """Read what PendingRecord wrote. For any thread.
+
+    Args:
+        uid: of the run.
+        directory: of its records on storage.
+        step: the unfinished step.
+        groups: accumulated in it.
+    """
+    try:
+        about, tensors = read_pair(directory, pending_name(step))
+        found = (about["step"], len(about["versions"]))
+        if found[0] != step or found[1] < groups:  # more: of a later checkpoint that did not become whole
+            raise ValueError(f"it holds {found[1]} groups of step {found[0]}, not {groups} of step {step}")
+        return Unfinished(*unflatten(uid, about["versions"][:groups], tensors))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        text = f"{pending_name(step)}.safetensors of its first {groups} groups cannot be read: {error}"
+        return Unfinished(broken=text)
 
 
 class StepRecorder:
@@ -170,26 +200,21 @@ class StepRecorder:
         about = {"format": FORMAT, "step": step, "versions": [g.version.name for g in self._groups]}
         return PendingRecord(self.uid, self._directory, self._tensors(), about)
 
-    def restore(self, step: int, groups: int) -> None:
-        """Read the unfinished step back: its gradient came from a checkpoint.
+    def restore(self, groups: int, unfinished: Unfinished | None) -> None:
+        """Take the unfinished step back: its gradient came from a checkpoint.
 
         Args:
-            step: the unfinished step.
             groups: accumulated in it.
+            unfinished: what was read of it, on the rank that writes records.
         """
         self.discard()
         if self._directory is None:
             # the first `groups` places of the step belong to rank 0, which has their record
             self._groups = [_PLACEHOLDER] * groups
-            return
-        try:
-            about, tensors = read_pair(self._directory, pending_name(step))
-            found = (about["step"], len(about["versions"]))
-            if found[0] != step or found[1] < groups:  # more: of a later checkpoint that did not become whole
-                raise ValueError(f"it holds {found[1]} groups of step {found[0]}, not {groups} of step {step}")
-            self._groups, self._logprobs = unflatten(self.uid, about["versions"][:groups], tensors)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            self._broken = f"{pending_name(step)}.safetensors of its first {groups} groups cannot be read: {error}"
+        elif unfinished is None or unfinished.broken:
+            self._broken = "its first groups were not read" if unfinished is None else unfinished.broken
+        else:
+            self._groups, self._logprobs = list(unfinished.groups), dict(unfinished.logprobs)
 
     def _begin(self, out: Outbox) -> list[str]:
         """Write run.json and the initial adapter where they are still to be written. Returns what went wrong."""

@@ -18,7 +18,7 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Damaged, RunError
 from lorafleet_runtime.storage import DAMAGED, OPTIMIZER_FILE, STATE_FILE, step_directories, step_of, sync_directory
 from lorafleet_runtime.trainer.checkpoint import FORMAT, PARTIAL_GRAD, Identity, Partial, TrainState, describe
-from lorafleet_runtime.types import Cursor
+from lorafleet_runtime.types import Cursor, PolicySums
 
 _FIXES = {
     "uid": "move it out of this run's directory; another run's adapter is used through initFrom",
@@ -145,7 +145,8 @@ def _partial(stored: dict[str, Any], tensors: dict[str, Tensor]) -> Partial | No
         return None
     if about is None or grad is None:
         raise ValueError("a partial gradient without its counts, or counts without the gradient")
-    partial = Partial(grad, about["denominator"], about["groups"], about["reward_sum"], about["samples"])
+    policy = PolicySums(**about.get("policy", {}))
+    partial = Partial(grad, about["denominator"], about["groups"], about["reward_sum"], about["samples"], policy)
     if grad.dim() != 3 or grad.shape[2] != tensors["master"].numel() or partial.groups < 1 or partial.denominator < 0:
         raise ValueError(f"a partial gradient {list(grad.shape)} of {partial.groups} groups")
     return partial

@@ -16,7 +16,7 @@ from lorafleet_runtime.trainer.losses import reduction
 from lorafleet_runtime.trainer.losses.policy import LossParams
 from lorafleet_runtime.trainer.losses.statistics import SpanStatistics
 from lorafleet_runtime.trainer.optimizer import SlotOptimizer
-from lorafleet_runtime.trainer.record import StepRecorder
+from lorafleet_runtime.trainer.record import StepRecorder, Unfinished
 from lorafleet_runtime.types import Cursor, PolicySums, PromptGroup, RunBatchStats
 
 
@@ -39,6 +39,8 @@ class Slot:
     reward_sum: float = 0.0
     """Over the samples of these groups."""
     samples: int = 0
+    policy: PolicySums = field(default_factory=PolicySums)
+    """Of these groups."""
     recorder: StepRecorder | None = None
     """Of a run with recordSteps."""
     broken: str = ""
@@ -48,7 +50,7 @@ class Slot:
         """Forget what was accumulated since the last step."""
         self.adapter.grad.zero_()
         self.denominator = self.groups = self.samples = 0
-        self.reward_sum = 0.0
+        self.reward_sum, self.policy = 0.0, PolicySums()
         if self.recorder is not None:
             self.recorder.discard()
 
@@ -61,9 +63,8 @@ class Slot:
         sums = ranks.collect_on_first_dp(mine)
         if sums is None:
             return None
-        return Partial(
-            torch.stack([host(s) for s in sums]), self.denominator, self.groups, self.reward_sum, self.samples
-        )
+        grad = torch.stack([host(s) for s in sums])
+        return Partial(grad, self.denominator, self.groups, self.reward_sum, self.samples, self.policy)
 
     def state(self, cursor: Cursor, copy: Callable[[Tensor], Tensor] | None = None) -> TrainState | None:
         """Everything that the run needs to go on from its last step, on rank 0; None on the others. A collective.
@@ -85,8 +86,8 @@ class Slot:
             master, exp_avg, exp_avg_sq,
         )  # fmt: skip
 
-    def restore(self, state: TrainState) -> None:
-        """Take over a state of the whole run; on every rank."""
+    def restore(self, state: TrainState, unfinished: Unfinished | None = None) -> None:
+        """Take over a state of the whole run; on every rank. `unfinished`: on rank 0, of a run that records."""
         adapter, ranks = self.adapter, self.adapter.ranks
         adapter.install(state.master)
         exp_avg, exp_avg_sq = (
@@ -103,8 +104,9 @@ class Slot:
             adapter.grad.copy_(adapter.shares.slice(sums.sum((0, 1)), partial=True))
         self.denominator, self.groups = state.partial.denominator, state.partial.groups
         self.reward_sum, self.samples = state.partial.reward_sum, state.partial.samples
+        self.policy = state.partial.policy
         if self.recorder is not None:
-            self.recorder.restore(state.step + 1, self.groups)
+            self.recorder.restore(self.groups, unfinished)
 
 
 def host(tensor: Tensor) -> Tensor:
@@ -145,6 +147,7 @@ def count(slot: Slot, tally: Tally) -> RunBatchStats:
     slot.groups += len(tally.groups)
     slot.reward_sum += sum(s.reward for s in samples)
     slot.samples += len(samples)
+    slot.policy += tally.policy
     if slot.recorder is not None:
         slot.recorder.add(tally.groups, tally.mine, tally.logprobs)
     return RunBatchStats(

@@ -2,21 +2,23 @@
 
 Called by rank.py after each step. A checkpoint (checkpoint.py) is durable and servable and is written now and then; a
 snapshot is neither, but there is one for every step, so a trainer or runtime process that dies costs no reported step:
-the loop reports a step once `written` has answered. A thread of its own writes the files, so that other runs train
-meanwhile: not that of the checkpoints, whose storage may hang. A snapshot is not fsynced: it must outlive a process,
-not the operating system, and one from before a reboot is never read.
+the loop reports a step once `written` has answered. A thread of its own writes and removes the files, so that other
+runs train meanwhile: not that of the checkpoints, whose storage may hang. A snapshot is not fsynced: it must outlive a
+process, not the operating system, and one from before a reboot is never read.
 """
 
+import itertools
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,16 +36,19 @@ PLACES = 4
 """Copies that wait or are written at a time, of all runs together: what bounds their memory on the host."""
 
 PATIENCE_SECONDS = 30.0
-"""One write that takes longer hangs: until it ends, runs step without new snapshots rather than not at all."""
+"""One write or removal that takes longer hangs: until it ends, runs step without new snapshots rather than not at all.
+Of each one, not of a wait for several: a slow disk is no hung one."""
 
 _SUFFIX = ".safetensors"
-_TEMPORARY = ".tmp"
+_WRITING = ".writing-"
+"""Prefix of a folder with one file that has no name yet: also of what safetensors itself writes beside it."""
+
 _TENSORS = ("master", "exp_avg", "exp_avg_sq")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(slots=True)
-class _Staged:
+@dataclass(eq=False, slots=True)
+class _Write:
     """A copy on its way to its file; nobody changes its tensors."""
 
     uid: str
@@ -53,21 +58,36 @@ class _Staged:
     tensors: dict[str, Tensor]
     copied: torch.cuda.Event | None
     """Until then a GPU still fills the tensors."""
-    forgotten: bool = False
-    """Its run was removed while it was being written."""
-    renaming: bool = False
-    """Too late for that: who removes the run waits."""
+    number: int
+
+    def __str__(self) -> str:
+        return f"run {self.uid}: no snapshot of step {self.step}"
 
     def wait_for_copy(self) -> None:
         if self.copied is not None:
             self.copied.synchronize()
 
 
-class Snapshots:
-    """One file per run, and at most one copy per run on its way there.
+@dataclass(eq=False, slots=True)
+class _Removal:
+    """Files to be removed."""
 
-    `written` is for any thread, the rest for one: that of the trainer's calls. What `remove` and `retain` forget does
-    not come back, whatever is being written at that moment; `read` gives the newest state, written or not.
+    uids: frozenset[str]
+    others: bool = False
+    """Those of all other runs instead."""
+
+    def __str__(self) -> str:
+        return f"snapshots of {'all but ' if self.others else ''}{', '.join(sorted(self.uids))} are not removed"
+
+    def has(self, uid: str) -> bool:
+        return (uid in self.uids) is not self.others
+
+
+class Snapshots:
+    """One file per run. One thread does everything that changes files, in order; no caller waits for the disk.
+
+    For any thread. What was forgotten does not come back, whatever is being written at that moment; `read` gives the
+    newest state, written or not.
 
     Args:
         folder: on the trainer's node, of this pool alone; None keeps no snapshots.
@@ -77,17 +97,17 @@ class Snapshots:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Make the folder."""
+        """Make the folder, and remove what interrupted writes of other processes left."""
         self._folder = folder
         self._name = uuid.uuid4().hex
         self._changed = threading.Condition()
-        """Held for every look at what follows, never while the disk writes."""
-        self._staged: dict[str, _Staged] = {}
-        """By uid, in the order in which they are written."""
-        self._current: _Staged | None = None
+        """Held for every look at what follows, never while the disk works."""
+        self._jobs: list[_Write | _Removal] = []
+        """The first one is under way."""
         self._since = 0.0
-        """When the write of `_current` began, on the monotonic clock."""
-        self._writer: threading.Thread | None = None
+        """When it began, on the monotonic clock."""
+        self._numbers = itertools.count()
+        self._worker: threading.Thread | None = None
         if folder is None:
             return
         try:
@@ -97,40 +117,51 @@ class Snapshots:
             raise ConfigError(f"TMPDIR: {folder} cannot be made ({error}); name a writable folder") from error
         if owner != os.getuid():  # a stranger's file would become a run's weights
             raise ConfigError(f"TMPDIR: {folder} belongs to user {owner}; name a folder of your own")
+        for left in folder.glob(f"{_WRITING}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     @property
     def records(self) -> Path | None:
         """Folder where records wait for storage, of this boot: nothing in it is synced either."""
         return None if self._folder is None else self._folder / f"records-{_boot_id()}"
 
-    def place(self, uid: str, step: int) -> bool:
-        """Wait until the run's last snapshot is written and one of the PLACES is free; False if the disk hangs.
+    def place(
+        self, uid: str, step: int, elements: int, dtype: torch.dtype, pinned: bool = False
+    ) -> Iterator[Tensor] | None:
+        """Host memory for the copy of a state; None where there is no place or no memory. Waits for nothing.
 
-        Call before the copy is made: this is what bounds memory.
+        Before anything is copied: this is what bounds memory, and what may fail. That a place is free whenever the disk
+        keeps up is for the caller to see to. PyTorch keeps pinned memory that was freed and hands it out again.
+
+        Args:
+            uid: of the run.
+            step: that it has made.
+            elements: of each tensor.
+            dtype: of them.
+            pinned: a GPU fills them.
+
+        Returns:
+            The tensors for `add`, to be filled on the current stream.
         """
         if self._folder is None:
-            return False
+            return None
         with self._changed:
-            free = self._wait(lambda: uid not in self._staged and len(self._staged) < PLACES)
-        if not free:
-            log.error("run %s: no snapshot of step %d, a write to %s hangs; mend the disk", uid, step, self._folder)
-        return free
-
-    @staticmethod
-    def copy(tensor: Tensor) -> Tensor:
-        """A copy on the host. From a GPU it is pinned, and whole only once the stream got there; `add` sees to that.
-
-        PyTorch keeps pinned memory that was freed and hands it out again: PLACES copies of it are made, then used anew.
-        """
-        kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return kept.copy_(tensor.detach(), non_blocking=True)
+            hangs, waiting = self._left() <= 0, sum(isinstance(job, _Write) for job in self._jobs)
+        if hangs or waiting >= PLACES:
+            log.error("run %s: no snapshot of step %d, %s is too slow or hangs; mend the disk", uid, step, self._folder)
+            return None
+        try:
+            return iter([torch.empty(elements, dtype=dtype, pin_memory=pinned) for _ in _TENSORS])
+        except (RuntimeError, MemoryError) as error:
+            log.error("run %s: no snapshot of step %d, no memory on the host for its copy (%s)", uid, step, error)
+            return None
 
     def add(self, identity: Identity, state: TrainState) -> str:
         """Have the run's snapshot replaced, beside the calls that follow. A failure costs the snapshot, never the step.
 
         Args:
-            identity: of the run, for which `place` was True.
-            state: its tensors were made by `copy`, on the current stream.
+            identity: of the run.
+            state: its tensors are those of `place`, filled on the current stream.
 
         Returns:
             A ticket for `written`.
@@ -146,11 +177,9 @@ class Snapshots:
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
         with self._changed:
-            self._staged[identity.uid] = _Staged(identity.uid, state.step, json.dumps(about), tensors, copied)
-            if self._writer is None:  # it ends when nothing is left to write
-                self._writer = threading.Thread(target=self._work, name="snapshots", daemon=True)
-                self._writer.start()
-        return f"{self._name}/{identity.uid}"
+            number = next(self._numbers)
+            self._queue(_Write(identity.uid, state.step, json.dumps(about), tensors, copied, number))
+        return f"{self._name}/{number}"
 
     def written(self, ticket: str) -> bool:
         """Wait until a snapshot is written, has failed or was forgotten, or the disk hangs, which is logged.
@@ -158,12 +187,16 @@ class Snapshots:
         Returns:
             False for a ticket of another process: what it was given for may be lost.
         """
-        name, _, uid = ticket.partition("/")
+        name, _, number = ticket.partition("/")
         if name != self._name:
             return False
         with self._changed:
-            if not self._wait(lambda: uid not in self._staged):
-                log.error("run %s goes on without its snapshot: a write to %s hangs", uid, self._folder)
+            while own := [job for job in self._jobs if isinstance(job, _Write) and job.number == int(number)]:
+                left = self._left()
+                if left <= 0:
+                    log.error("run %s goes on without its snapshot: %s hangs", own[0].uid, self._folder)
+                    break
+                self._changed.wait(left)
         return True
 
     def read(self, identity: Identity) -> TrainState | None:
@@ -176,12 +209,12 @@ class Snapshots:
             return None
         path = self._path(identity.uid)
         with self._changed:
-            staged = self._staged.get(identity.uid)
-            if staged is not None and staged.forgotten:
-                return None
-        if staged is not None:
-            staged.wait_for_copy()
-            return _state(path, staged.about, staged.tensors, identity)
+            jobs = [job for job in self._jobs if _is_about(job, identity.uid)]
+        if jobs and isinstance(jobs[-1], _Removal):
+            return None
+        if jobs and isinstance(jobs[-1], _Write):
+            jobs[-1].wait_for_copy()
+            return _state(path, jobs[-1].about, jobs[-1].tensors, identity)
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in _TENSORS}
@@ -194,90 +227,82 @@ class Snapshots:
 
     def remove(self, uid: str) -> None:
         """Forget the run; one without a snapshot is fine. What cannot be removed is left for `retain`."""
-        if self._folder is None:
-            return
-        with self._changed:
-            self._forget(uid)
-            try:
-                self._path(uid).unlink(missing_ok=True)
-            except OSError as error:
-                log.error("run %s: its snapshot cannot be removed (%s); it goes at the next start", uid, error)
+        self._forget(_Removal(frozenset({uid})))
 
     def retain(self, uids: Collection[str]) -> None:
-        """Remove the snapshots of every other run, and what interrupted writes left."""
+        """Forget every other run."""
+        self._forget(_Removal(frozenset(uids), others=True))
+
+    def _forget(self, removal: _Removal) -> None:
         if self._folder is None:
             return
-        kept = {self._path(uid) for uid in uids}
-        with self._changed:
-            for uid in self._staged.keys() - set(uids):
-                self._forget(uid)
-            if self._current is not None:
-                kept.add(self._path(self._current.uid).with_suffix(_TEMPORARY))
-            for path in self._folder.iterdir():
-                if path not in kept:
-                    with suppress(OSError):  # another user's, or a folder: not ours
-                        path.unlink(missing_ok=True)
+        with self._changed:  # of what it covers, only a write under way goes on, and is removed right after it
+            later = [j for j in self._jobs[1:] if not (isinstance(j, _Write) and removal.has(j.uid))]
+            del self._jobs[1:]
+            self._queue(removal)
+            self._jobs += later
 
-    def _forget(self, uid: str) -> None:
+    def _queue(self, job: _Write | _Removal) -> None:
         """With the lock held."""
-        staged = self._staged.get(uid)
-        if staged is not None and staged is self._current:
-            staged.forgotten = True
-            if staged.renaming:
-                self._wait(lambda: staged is not self._current)
-        elif staged is not None:
-            del self._staged[uid]
-            self._changed.notify_all()
+        self._jobs.append(job)
+        if self._worker is None:  # it ends when nothing is left to do
+            self._since = time.monotonic()
+            self._worker = threading.Thread(target=self._work, name="snapshots", daemon=True)
+            self._worker.start()
+        self._changed.notify_all()
 
-    def _wait(self, ready: Callable[[], bool]) -> bool:
-        """With the lock held; False once a write has taken longer than a disk that works."""
-        while not ready():
-            left = PATIENCE_SECONDS
-            if self._current is not None:
-                left -= time.monotonic() - self._since
-            if left <= 0:
-                return False
-            self._changed.wait(left)
-        return True
+    def _left(self) -> float:
+        """With the lock held: seconds that the job under way still has; 0 or less once it hangs."""
+        return PATIENCE_SECONDS - (time.monotonic() - self._since if self._jobs else 0.0)
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._current = next(iter(self._staged.values()), None)
-                if self._current is None:
-                    self._writer = None
+                if not self._jobs:
+                    self._worker = None
                     return
                 self._since = time.monotonic()
+                job = self._jobs[0]
             try:
-                self._write(self._current)
+                if isinstance(job, _Write):
+                    self._write(job)
+                else:
+                    self._remove(job)
             except Exception:  # of one run; the others' snapshots have only this thread
-                log.exception("run %s: no snapshot of step %d", self._current.uid, self._current.step)
+                log.exception("%s", job)
             with self._changed:
-                del self._staged[self._current.uid]
-                self._current = None
+                del self._jobs[0]
+                self._since = time.monotonic()
                 self._changed.notify_all()
 
-    def _write(self, staged: _Staged) -> None:
-        path = self._path(staged.uid)
-        temporary = path.with_suffix(_TEMPORARY)
+    def _write(self, job: _Write) -> None:
+        path = self._path(job.uid)
         try:
-            staged.wait_for_copy()
-            save_file(staged.tensors, temporary, metadata={"about": staged.about})
-            with self._changed:
-                staged.renaming = not staged.forgotten
-            if staged.renaming:
-                temporary.replace(path)
-                if not staged.forgotten:
-                    return
-                path.unlink(missing_ok=True)  # who forgot it has waited in vain
+            job.wait_for_copy()
+            with TemporaryDirectory(prefix=_WRITING, dir=self._folder, ignore_cleanup_errors=True) as folder:
+                whole = Path(folder) / path.name
+                save_file(job.tensors, whole, metadata={"about": job.about})
+                whole.replace(path)
         except (OSError, RuntimeError, SafetensorError) as error:
-            log.error("run %s: no snapshot of step %d (%s); free space in %s", staged.uid, staged.step, error, path)
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            log.error("%s (%s); free space in %s", job, error, path)
+
+    def _remove(self, job: _Removal) -> None:
+        assert self._folder is not None
+        files = self._folder.glob(f"*{_SUFFIX}") if job.others else map(self._path, job.uids)
+        for path in files:
+            if job.has(path.name.removesuffix(_SUFFIX)):
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    log.error("snapshot %s cannot be removed (%s); it goes at the next start", path, error)
 
     def _path(self, uid: str) -> Path:
         assert self._folder is not None
         return self._folder / f"{uid}{_SUFFIX}"
+
+
+def _is_about(job: _Write | _Removal, uid: str) -> bool:
+    return job.has(uid) if isinstance(job, _Removal) else job.uid == uid
 
 
 def _state(path: Path, text: str, tensors: Mapping[str, Tensor], identity: Identity) -> TrainState | None:

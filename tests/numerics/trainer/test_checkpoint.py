@@ -151,7 +151,7 @@ def test_a_partial_batch_goes_on_bit_for_bit(qwen3: Path, tmp_path: Path) -> Non
     rank.load(make_request("a", **SPEC))
     train_step(rank, "a", make_groups("a"))
     groups = make_groups("a", count=5, seed=1)
-    rank.accumulate(groups[:2])
+    sums = rank.accumulate(groups[:2]).stats[0].policy
     path = rank.checkpoint("a", "runs/a", Cursor(4), True, 0.5).path
     rank.accumulate(groups[2:])
     whole = rank.step("a", Cursor(7), "1.1")
@@ -159,6 +159,8 @@ def test_a_partial_batch_goes_on_bit_for_bit(qwen3: Path, tmp_path: Path) -> Non
     resumed = make_rank(qwen3, tmp_path, deterministic=True)
     loaded = resumed.load(make_request("a", resume=path, **SPEC))
     assert (loaded.step, loaded.groups, loaded.cursor, loaded.samples) == (1, 2, Cursor(4), 6)
+    assert loaded.policy == sums
+    assert sums.tokens > 0
     resumed.accumulate(groups[2:])
     assert resumed.step("a", Cursor(7), "1.1") == whole
     assert all(torch.equal(x, y) for x, y in zip(state(resumed, "a"), state(rank, "a"), strict=True))

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from lorafleet_runtime.loop.trainer import TrainerHandle, TrainerLost
+from lorafleet_runtime.loop.trainer import Doing, TrainerHandle, TrainerLost
 from lorafleet_runtime.storage import latest_checkpoint
 from lorafleet_runtime.trainer.actor import LANES, TrainerActor
 from lorafleet_runtime.trainer.group import TrainerGroup
@@ -96,7 +96,7 @@ class Loop:
 
     def __init__(self, model: Path, storage: Path) -> None:
         self.started: list[TrainerGroup] = []
-        self.lost = 0
+        self.lost: list[frozenset[Doing]] = []
         self._arguments = (model, storage, 2, 1)
         self.handle = TrainerHandle(self._spawn, self._on_lost, lambda slots: None)
 
@@ -104,10 +104,11 @@ class Loop:
         self.started.append(make_group(*self._arguments))
         return self.started[-1]
 
-    def _on_lost(self, saving: frozenset[str]) -> None:
-        self.lost += 1
+    def _on_lost(self, under_way: frozenset[Doing], why: str) -> None:
+        self.lost.append(under_way)
 
     async def load(self, request: LoadRequest) -> int:
+        await self.handle.prepare(60, request)
         loaded = await self.handle.call("load", request)
         return int(loaded.step)
 
@@ -134,13 +135,14 @@ async def test_a_rank_killed_in_a_batch_costs_the_group_and_no_bit(qwen3: Path, 
         for step, victim in ((2, 1), (3, 0)):
             processes = GroupUnderTest(loop.started[-1]).processes()
             processes[victim].suspend()
-            call = asyncio.ensure_future(loop.handle.call("accumulate", make_groups("a", seed=step)))
+            batch = [Doing("batch", f"a at {step}")]
+            call = asyncio.ensure_future(loop.handle.call("accumulate", make_groups("a", seed=step), doing=batch))
             done, _ = await asyncio.wait([call], timeout=1.0)
             assert not done  # the other rank waits for this one
             processes[victim].kill()
-            with pytest.raises(TrainerLost) as lost:
+            with pytest.raises(TrainerLost):
                 await call
-            assert (lost.value.executing, loop.lost) == (True, step - 1)
+            assert loop.lost[step - 2 :] == [frozenset(batch)]
             assert await loop.load(make_request("a", **CONSTANT)) == step - 1
             await loop.train("a", step)
             _, alive = psutil.wait_procs(processes, timeout=30)

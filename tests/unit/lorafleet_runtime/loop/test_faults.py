@@ -114,7 +114,7 @@ async def test_a_suspect_without_enough_groups_does_not_block_its_neighbours(wor
 
     async with running(world):
         world.worker.on_group = drop
-        world.fleet.suspects.add("suspect")
+        world.fleet.blame.suspects.add("suspect")
         put(world.registry, "suspect")
         put(world.registry, "good", numStep=10)
         await world.until(lambda: ended(world, "good"))

@@ -62,7 +62,7 @@ async def test_a_run_that_ends_early_gives_its_slot_back_without_its_last_checkp
 @contextmanager
 def unreadable(world: World, where: str) -> Iterator[Callable[[], None]]:
     """Nothing of run a is read from when the function is called on: neither its directory's listing, which the loop
-    asks for, nor what the trainer loads."""
+    asks for, nor what the trainer reads beside its work."""
     mended, hung = threading.Event(), False
 
     def newest(directory: Path) -> Path | None:
@@ -71,14 +71,11 @@ def unreadable(world: World, where: str) -> Iterator[Callable[[], None]]:
         return newest_step(directory)
 
     def configure(trainer: FakeTrainer) -> None:
-        load = trainer.load
-
-        async def hanging(request: LoadRequest) -> Loaded:
+        async def hanging(request: LoadRequest) -> None:
             if hung and where == "trainer" and request.uid == "a":
                 await asyncio.Event().wait()
-            return load(request)
 
-        trainer.load = hanging  # type: ignore[method-assign, assignment]
+        trainer.prepare = hanging  # type: ignore[method-assign, assignment]
 
     def begin() -> None:
         nonlocal hung
@@ -130,6 +127,15 @@ async def test_a_run_that_cannot_be_loaded_for_its_last_save_ends_in_time(
             assert (world.registry.slots().used, run.reason) == (0, reason)
             if how == "suspend":
                 assert world.node["a"].step == run.step
+
+
+async def test_a_fault_in_looking_at_the_storage_is_told_at_once() -> None:
+    def broken() -> Path:
+        raise ValueError("a mistake")
+
+    async with asyncio.timeout(30):
+        with pytest.raises(ValueError, match="a mistake"):
+            await loading._look(broken)
 
 
 async def test_a_run_whose_checkpoints_are_all_damaged_fails_at_once(world: World) -> None:
@@ -219,9 +225,9 @@ async def test_the_time_for_trying_again_begins_with_the_first_refusal(
 
 
 def test_the_process_number_is_told_while_every_save_hangs() -> None:
-    methods = (TrainerActor.saved, TrainerActor.snapshotted, TrainerActor.pid)
+    methods = (TrainerActor.saved, TrainerActor.snapshotted, TrainerActor.prepare, TrainerActor.pid)
     lanes = [getattr(method, "__ray_concurrency_group__") for method in methods]  # noqa: B009
-    assert len(set(lanes)) == 3
+    assert len(set(lanes)) == 4
     assert set(lanes) == set(LANES)
 
 

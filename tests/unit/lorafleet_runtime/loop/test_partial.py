@@ -316,9 +316,10 @@ async def test_a_batch_that_is_normalised_as_a_whole_is_sampled_again_as_a_whole
         await gate.reached.wait()
         assert (world.registry.runs["a"].step, world.registry.runs["a"].accumulated_groups) == (1, 2)
         suspend(world, **spec)
+        await world.until(lambda: world.doing("save") == ["a"])
+        gate.open.set()
         await world.until(lambda: world.registry.runs["a"].state == "SUSPENDED")
         assert (world.disk["a"].cursor, world.disk["a"].partial) == (Cursor(4), ())
-        gate.open.set()
         resume(world, **spec)
         await finish(world, sampler)
 

@@ -112,7 +112,7 @@ async def test_a_full_disk_costs_no_run_anything_and_is_told_once(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(journal, "append", full)
-    monkeypatch.setattr("lorafleet_runtime.loop.training.write_samples", full)
+    monkeypatch.setattr("lorafleet_runtime.loop.stepping.write_samples", full)
     async with running(world):
         put(world.registry, "a")
         await world.until(lambda: ended(world, "a"))

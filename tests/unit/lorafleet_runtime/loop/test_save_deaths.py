@@ -9,7 +9,7 @@ import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.loop.saving import checkpoint, drain
-from lorafleet_runtime.loop.training import _suspect
+from lorafleet_runtime.loop.trainer import Doing
 from lorafleet_runtime.types import Artifact, BatchResult, Loaded, LoadRequest, PromptGroup
 from support.fake_actors import FakeTrainer
 from support.fleets import World, build_world, ended, running, standing
@@ -160,13 +160,14 @@ def test_a_suspect_is_counted_beside_a_save_only_where_that_one_was_under_suspic
     """A save under suspicion is made without any batch; so a save that is beside one went well alone, or is new."""
     world.registry.observe_trainer({})
     activate(world.registry, "a")
-    _suspect(world.fleet, {"a"}, "it died", {"saver"})
-    _suspect(world.fleet, {"a"}, "it died", {"another"})
-    world.fleet.cleared |= {"saver", "another"}
+    blame, saves = world.fleet.blame, {uid: Doing("save", uid) for uid in ("saver", "another", "third")}
+    blame.training({"a"}, "it died", [saves["saver"]])
+    blame.training({"a"}, "it died", [saves["another"]])
+    blame.cleared |= {saves["saver"], saves["another"]}
     assert world.registry.runs["a"].crashes == 0
-    _suspect(world.fleet, {"a"}, "it died", {"saver", "third"})
+    blame.training({"a"}, "it died", [saves["saver"], saves["third"]])
     assert world.registry.runs["a"].crashes == 0
-    _suspect(world.fleet, {"a"}, "it died", {"saver", "another"})
+    blame.training({"a"}, "it died", [saves["saver"], saves["another"]])
     assert world.registry.runs["a"].crashes == 1
 
 
@@ -210,7 +211,7 @@ async def test_a_save_under_suspicion_waits_for_all_others_and_keeps_them_out(wo
         task.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
     written.set()
     await asyncio.gather(bad, good, load)
-    assert (order[0], runs["bad"].save_deaths, world.fleet.cleared) == ("bad", 0, {"bad"})
+    assert (order[0], runs["bad"].save_deaths, world.fleet.blame.cleared) == ("bad", 0, {Doing("save", "bad")})
     assert [uid for uid, *_ in world.trainer.captures] == ["good", "bad", "good"]
 
 

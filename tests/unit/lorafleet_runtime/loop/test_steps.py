@@ -179,7 +179,7 @@ async def test_a_fault_of_the_loop_in_a_step_ends_its_run_alone(world: World) ->
 
 
 async def test_a_snapshot_that_this_trainer_did_not_take_is_lost() -> None:
-    trainer = TrainerHandle(lambda: Handle(FakeTrainer({}, {})), lambda _: None, lambda _: None, lambda _: None)
+    trainer = TrainerHandle(lambda: Handle(FakeTrainer({}, {})), lambda *_: None, lambda _: None, lambda _: None)
     with pytest.raises(TrainerLost):
         await trainer.snapshotted("of another")
     await trainer.start()

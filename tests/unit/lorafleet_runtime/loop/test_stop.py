@@ -29,19 +29,22 @@ class Held:
 
 
 async def test_beside_a_batch_that_takes_too_long_every_run_is_saved_at_its_last_step(tmp_path: Path) -> None:
-    world = build_world(tmp_path, slots=6, rollout={"globalBatchSize": 2})
+    world = build_world(tmp_path, slots=4, rollout={"globalBatchSize": 2})
     world.registry.sync([])
     async with running(world):
-        for uid in "abcdef":
+        for uid in "abcd":
             put(world.registry, uid, numStep=1000, checkpoint={"intervalSteps": 1000})
         await world.until(lambda: all(run.step >= 2 for run in world.registry.runs.values()))
         held = Held(world)
         await held.reached.wait()
-        await drain(world.fleet, batch_seconds=0.0)
-        assert {uid: (kept.step, kept.cursor.low, kept.partial) for uid, kept in world.disk.items()} == {
-            uid: (run.step, 2 * run.step, ()) for uid, run in world.registry.runs.items()
-        }
+        stop = asyncio.create_task(drain(world.fleet, batch_seconds=0.0))
+        await world.until(lambda: len(world.doing("save")) == 4)
+        steps = {uid: run.step for uid, run in world.registry.runs.items()}
         held.open.set()
+        await stop
+        assert {uid: (kept.step, kept.cursor.low, kept.partial) for uid, kept in world.disk.items()} == {
+            uid: (step, 2 * step, ()) for uid, step in steps.items()
+        }
 
 
 async def test_a_batch_that_ends_in_time_is_saved_with_the_rest_and_none_follows(world: World) -> None:

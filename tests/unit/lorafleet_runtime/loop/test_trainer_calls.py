@@ -9,7 +9,7 @@ import pytest
 from lorafleet_runtime.errors import RuntimeFault
 from lorafleet_runtime.loop import saving
 from lorafleet_runtime.loop.saving import checkpoint
-from lorafleet_runtime.loop.trainer import TrainerHandle, TrainerLost
+from lorafleet_runtime.loop.trainer import Doing, TrainerHandle, TrainerLost
 from lorafleet_runtime.loop.training import _train_on
 from lorafleet_runtime.types import Artifact, BatchResult, PromptGroup, StepResult
 from support.clock import run_jumping
@@ -32,7 +32,7 @@ class Watched(asyncio.Lock):
 
 
 async def test_a_last_capture_behind_a_batch_that_raises_is_made_again(world: World) -> None:
-    batch, queued = asyncio.Event(), asyncio.Event()
+    batch = asyncio.Event()
 
     def raise_once(trainer: FakeTrainer) -> None:
         if world.trainers:
@@ -42,13 +42,11 @@ async def test_a_last_capture_behind_a_batch_that_raises_is_made_again(world: Wo
         async def raising(groups: list[PromptGroup]) -> BatchResult:
             if any(g.uid == "other" for g in groups):
                 batch.set()
-                await queued.wait()
+                await world.until(lambda: world.doing("save") == ["done"])
                 raise RuntimeError("kernel fault")
             return accumulate(groups)
 
-        async def behind(*_: object) -> str:
-            queued.set()
-            await world.until(lambda: world.trainers[0].dead)
+        def behind(*_: object) -> str:
             raise RuntimeFault("the trainer failed in the middle of a batch")
 
         trainer.accumulate, trainer.capture = raising, behind  # type: ignore[method-assign, assignment]
@@ -93,6 +91,7 @@ async def test_a_run_that_loads_and_loses_its_trainer_in_its_step_loads_once_mor
             world.fleet.states["a"].stepping = lock
             trainer.start, trainer.step = dict, die_in_the_step  # type: ignore[method-assign, assignment]
             trainer.slots = slots_once_it_steps  # type: ignore[method-assign, assignment]
+            trainer.BESIDE = FakeTrainer.BESIDE | {"slots"}  # the loop hears of its answer late
 
     world.configure_trainer = configure
     async with running(world):
@@ -221,9 +220,9 @@ def test_a_write_that_nobody_waits_for_any_more_is_not_why_the_trainer_died(tmp_
         await world.fleet.trainer.call("slots")
         await world.until(lambda: len(world.trainer._captured) == 0)  # it is being written
         world.trainers[0].dead = True
-        with pytest.raises(TrainerLost) as raised:
+        with pytest.raises(TrainerLost):
             await world.fleet.trainer.call("slots")
-        assert (raised.value.saving, world.registry.runs["a"].save_deaths) == (frozenset(), 0)
+        assert world.registry.runs["a"].save_deaths == 0
         assert len(world.trainers[0].target.captures) == 1
         mended.set()
 
@@ -263,44 +262,25 @@ async def test_a_run_whose_step_kills_the_trainer_beside_a_save_is_counted_the_s
     await standing(world, "bad", "saver")
     world.trainer.step = dying  # type: ignore[method-assign, assignment]
     save = asyncio.create_task(checkpoint(world.fleet, world.registry.runs["saver"]))
-    await world.until(lambda: "saver" in world.fleet.trainer._work.writing)
-    world.fleet.suspects.add("bad")
-    world.fleet.cleared.add("saver")
+    await world.until(lambda: Doing("save", "saver") in world.fleet.trainer._work.beside)
+    world.fleet.blame.suspects.add("bad")
+    world.fleet.blame.cleared.add(Doing("save", "saver"))
     await _train_on(world.fleet, [group("bad", index) for index in (2, 3)])
-    assert (world.registry.runs["bad"].crashes, world.fleet.suspects) == (1, {"bad"})
+    assert (world.registry.runs["bad"].crashes, world.fleet.blame.suspects) == (1, {"bad"})
     save.cancel()
     await asyncio.gather(save, return_exceptions=True)
 
 
-@pytest.mark.parametrize("indices", [(2,), (2, 3)])
-async def test_a_suspect_whose_batch_and_step_end_well_is_none_any_more(world: World, indices: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("indices", "left"), [((2,), {"a"}), ((2, 3), set())])
+async def test_a_run_is_suspect_until_a_whole_step_went_well(
+    world: World, indices: tuple[int, ...], left: set[str]
+) -> None:
+    """It may be the last part of its batch, the step or the snapshot that the trainer dies of."""
     await standing(world, "a")
-    world.fleet.suspects.add("a")
-    await _train_on(world.fleet, [group("a", index) for index in indices])
-    await world.until(lambda: world.registry.runs["a"].step == len(indices))
-    assert world.fleet.suspects == set()
-
-
-def test_the_time_of_a_call_begins_when_the_trainer_works_on_it() -> None:
-    async def wait() -> None:
-        slow, first = Slow(), asyncio.Event()
-        setattr(slow, "before", first.wait)  # noqa: B010
-        trainer = TrainerHandle(lambda: Handle(slow), lambda _: None, lambda _: None, lambda _: None)
-        await trainer.start()
-        before = asyncio.create_task(trainer.call("before"))
-        await asyncio.sleep(0)
-        behind = asyncio.create_task(trainer.call_within(5, "work"))
-        await asyncio.sleep(100)
-        assert not behind.done()
-        first.set()
-        await before
-        with pytest.raises(TimeoutError):
-            await behind
-        assert asyncio.get_running_loop().time() == pytest.approx(105, abs=0.1)
-        slow.answer.set()
-        assert await trainer.call_within(5, "work") is None
-
-    run_jumping(wait())
+    world.fleet.blame.suspects.add("a")
+    alone = await world.fleet.trainer.snapshot_permit(alone=True)
+    await _train_on(world.fleet, [group("a", index) for index in indices], alone)
+    assert (world.registry.runs["a"].step, world.fleet.blame.suspects) == (len(indices), left)
 
 
 class Slow:
@@ -320,9 +300,11 @@ class Slow:
 async def test_a_call_that_was_given_up_is_blamed_for_its_own_death_only(died_in_it: bool) -> None:
     slow = Slow()
     actor = Handle(slow)
-    trainer = TrainerHandle(lambda: actor, lambda _: None, lambda _: None, lambda _: None)
+    lost: list[frozenset[Doing]] = []
+    trainer = TrainerHandle(lambda: actor, lambda under_way, _: lost.append(under_way), lambda _: None, lambda _: None)
     await trainer.start()
-    given_up = asyncio.create_task(trainer.call("work"))
+    first, second = Doing("batch", "first"), Doing("batch", "second")
+    given_up = asyncio.create_task(trainer.call("work", doing=[first]))
     await asyncio.sleep(0)
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
@@ -330,10 +312,9 @@ async def test_a_call_that_was_given_up_is_blamed_for_its_own_death_only(died_in
         slow.answer.set()
         await trainer.call("work")
         slow.answer.clear()
-    behind = asyncio.create_task(trainer.call("work"))
+    behind = asyncio.create_task(trainer.call("work", doing=[second]))
     await asyncio.sleep(0)
     actor.dead = True
-    slow.answer.set()
-    with pytest.raises(TrainerLost) as raised:
+    with pytest.raises(TrainerLost):
         await behind
-    assert raised.value.executing is not died_in_it
+    assert lost == [frozenset({first if died_in_it else second})]

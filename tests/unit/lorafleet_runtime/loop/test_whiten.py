@@ -189,7 +189,7 @@ async def test_a_suspect_whose_whole_batch_is_stale_keeps_nobody_from_training(w
         registry.published(uid, 1, now=2.0)
         run = registry.runs[uid]
         fleet.states[uid] = RunState(run.incarnation, CursorTracker(Cursor()), Cursor())
-    fleet.suspects.add("a")
+    fleet.blame.suspects.add("a")
     for index in range(3):
         fleet.buffers.add(scored("a", index, (1, 0), n=0, incarnation=registry.runs["a"].incarnation))
         fleet.buffers.add(scored("b", index, (1, 0), incarnation=registry.runs["b"].incarnation))

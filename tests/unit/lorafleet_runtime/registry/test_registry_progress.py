@@ -24,6 +24,20 @@ def resumed(registry: Registry) -> None:
     registry.published("a", 1, now=2.0)
 
 
+def test_the_figures_of_a_step_are_of_the_groups_too_that_were_saved_before_it(registry: Registry) -> None:
+    put(registry, "a")
+    registry.checked("a", DATASET)
+    registry.assign()
+    saved = PolicySums(tokens=2.0, mismatch=1.0, entropy=4.0)
+    registry.loaded(Loaded("a", 1, Cursor(3), "6.1", 1, 1.0, 2, policy=saved), now=1.0)
+    registry.published("a", 1, now=2.0)
+    registry.commit("a", 1, [0.0], PolicySums(tokens=2.0, mismatch=3.0, entropy=0.0))
+    registry.stepped(StepResult("a", 2, 1e-3, 0.5), now=9.0)
+    policy = registry.runs["a"].progress.policy
+    assert policy is not None
+    assert (policy.mismatch, policy.entropy) == (1.0, 1.0)
+
+
 def one_step(registry: Registry, uid: str, reward: float) -> None:
     run = registry.runs[uid]
     registry.commit(uid, run.groups_per_step - run.accumulated_groups, [reward], PolicySums())

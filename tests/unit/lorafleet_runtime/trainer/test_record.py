@@ -15,7 +15,7 @@ from lorafleet_runtime.trainer import record_files
 from lorafleet_runtime.trainer.batch import Work, make_micro_batch, sample_values
 from lorafleet_runtime.trainer.losses.policy import LossParams
 from lorafleet_runtime.trainer.parallel import Ranks
-from lorafleet_runtime.trainer.record import StepRecorder
+from lorafleet_runtime.trainer.record import StepRecorder, read_unfinished
 from lorafleet_runtime.trainer.record_files import Start, StepFigures
 from lorafleet_runtime.types import Cursor, PromptGroup, Sample, VersionId
 
@@ -118,7 +118,7 @@ def test_unfinished_step_comes_back_for_as_many_groups_as_the_checkpoint_has(tmp
     pending.write()
     again = StepRecorder("a", tmp_path, torch.float32, False)
     again.start(None, 3)
-    again.restore(4, 1)
+    again.restore(1, read_unfinished("a", tmp_path, 4, 1))
     add(again, group(9, (8, 8)))
     assert again.write(figures(4), ONE) == ""
     arrays = load_file(tmp_path / "step_00000004.safetensors")
@@ -132,7 +132,7 @@ def test_record_of_fewer_groups_than_the_checkpoint_has_is_not_taken(tmp_path: P
     pending = made.pending(4, ONE)
     assert pending is not None
     pending.write()
-    made.restore(4, 3)
+    made.restore(3, read_unfinished("a", tmp_path, 4, 3))
     add(made, group(9, (8,)))
     assert "it holds 2 groups of step 4, not 3 of step 4" in made.write(figures(4), ONE)
     assert not (tmp_path / "step_00000004.json").exists()

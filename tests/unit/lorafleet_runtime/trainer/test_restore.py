@@ -20,7 +20,7 @@ from lorafleet_runtime.storage import latest_checkpoint, newest_step
 from lorafleet_runtime.trainer import checkpoint as module
 from lorafleet_runtime.trainer.checkpoint import Identity, Partial, Save, TrainState
 from lorafleet_runtime.trainer.restore import newest_state, read_checkpoint
-from lorafleet_runtime.types import Cursor
+from lorafleet_runtime.types import Cursor, PolicySums
 
 IDENTITY = Identity("uid-a", "base", "data", 4, 8, ("q_proj",))
 SIZE = 300
@@ -33,7 +33,8 @@ def state(step: int, **changes: Any) -> TrainState:
 
 
 def partial(groups: int = 1) -> Partial:
-    return Partial(torch.arange(2.0 * SIZE).view(2, 1, SIZE), 3 * groups, groups, 1.5, 4 * groups)
+    policy = PolicySums(tokens=7.0, entropy=0.1)
+    return Partial(torch.arange(2.0 * SIZE).view(2, 1, SIZE), 3 * groups, groups, 1.5, 4 * groups, policy)
 
 
 def save(directory: Path, step: int, keep: int = 5, best: bool = False, **changes: Any) -> Path:
@@ -48,9 +49,8 @@ def same(found: TrainState | None, wanted: TrainState) -> bool:
         pairs.append((found.partial.grad, wanted.partial.grad))
     plain = {"master": None, "exp_avg": None, "exp_avg_sq": None, "partial": None}
     counts = [None if s.partial is None else replace(s.partial, grad=torch.empty(0)) for s in (found, wanted)]
-    assert [c and (c.denominator, c.groups, c.reward_sum, c.samples) for c in counts[:1]] == [
-        c and (c.denominator, c.groups, c.reward_sum, c.samples) for c in counts[1:]
-    ]
+    told = [c and (c.denominator, c.groups, c.reward_sum, c.samples, c.policy) for c in counts]
+    assert told[0] == told[1]
     rest = replace(found, **plain) == replace(wanted, **plain)  # type: ignore[arg-type]
     return rest and all(torch.equal(a, b) for a, b in pairs)
 

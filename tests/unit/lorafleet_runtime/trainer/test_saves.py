@@ -1,7 +1,8 @@
-"""What the trainer's actor does about files: the lane of saves, and what it says of the storage after a load."""
+"""What the trainer's actor does about files: the lanes of saves and of reads, and what it says of the storage."""
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.storage import CHECKPOINT_FILES, STATE_FILE
 from lorafleet_runtime.trainer.actor import TrainerActor
+from lorafleet_runtime.trainer.prepare import _durable_step
 from lorafleet_runtime.trainer.saves import Saves
-from lorafleet_runtime.types import Artifact, Cursor, Loaded, LoadRequest
+from lorafleet_runtime.types import Artifact, LoadRequest
 from support.runs import pool_spec
 
 
@@ -92,15 +94,55 @@ def whole(path: Path) -> None:
         ([".old-step_10"], None),
     ],
 )
-def test_a_load_tells_which_checkpoint_is_there_after_it(tmp_path: Path, names: list[str], durable: int | None) -> None:
-    class Rank:
-        def load(self, request: LoadRequest) -> Loaded:
-            for name in names:
-                whole(tmp_path / "team" / "run" / "a" / name)
-            return Loaded("a", 10, Cursor())
+def test_a_load_knows_which_checkpoint_is_there(tmp_path: Path, names: list[str], durable: int | None) -> None:
+    for name in names:
+        whole(tmp_path / name)
+    assert _durable_step(tmp_path) == durable
 
-    actor: Any = TrainerActor(pool_spec(), "/model", str(tmp_path), "team/pool")
-    actor._rank = Rank()
-    assert actor.load(LoadRequest("a", "team", "run", 0, {}, 10, "d", None)) == Loaded(
-        "a", 10, Cursor(), durable_step=durable
-    )
+
+class SlowRank:
+    """Reads what it is told to, once it may; a load says what was prepared for it."""
+
+    def __init__(self) -> None:
+        self.reading, self.storage = threading.Event(), threading.Event()
+
+    def prepare(self, request: LoadRequest) -> str:
+        self.reading.set()
+        assert self.storage.wait(30)
+        return f"state for slot {request.slot}"
+
+    def load(self, request: LoadRequest, prepared: str | None) -> str | None:
+        return prepared
+
+    def drop(self, uid: str, keep_snapshot: bool) -> str:
+        return ""
+
+
+def request(slot: int) -> LoadRequest:
+    return LoadRequest("a", "team", "run", slot, {}, 10, "d", None)
+
+
+@pytest.fixture
+def actor() -> Any:
+    made: Any = TrainerActor(pool_spec(), "/model", "/storage", "team/pool")
+    made._rank = SlowRank()
+    return made
+
+
+def test_a_load_takes_what_was_prepared_for_it_once(actor: Any) -> None:
+    actor._rank.storage.set()
+    actor.prepare(request(0))
+    assert [actor.load(request(0)) for _ in range(2)] == ["state for slot 0", None]
+    actor.prepare(request(0))
+    assert actor.load(request(1)) is None
+
+
+def test_what_was_read_too_late_is_not_kept(actor: Any) -> None:
+    """Its run was failed and dropped; another registration must not take it, nor the trainer its memory."""
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(actor.prepare, request(0))
+        assert actor._rank.reading.wait(30)
+        actor.drop("a")
+        actor._rank.storage.set()
+        late.result(30)
+    assert actor._prepared == {}

@@ -1,5 +1,7 @@
 """Snapshots on their way to the disk: order, failure, removal, memory, and a disk that hangs."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lorafleet_runtime.loop.trainer import _SNAPSHOTS_AT_ONCE
 from lorafleet_runtime.trainer import snapshot
 from lorafleet_runtime.trainer.checkpoint import Identity, TrainState
 from lorafleet_runtime.trainer.snapshot import PLACES, Snapshots
@@ -32,16 +35,24 @@ def state(step: int, elements: int = 8) -> TrainState:
     return TrainState(step, 10, Cursor(step), "1.1", False, master, exp_avg, exp_avg_sq)
 
 
-def keep(snapshots: Snapshots, uid: str, step: int) -> str:
+def keep(snapshots: Snapshots, uid: str, step: int, elements: int = 8) -> str:
     """As a step does."""
-    assert snapshots.place(uid, step)
-    live = state(step)
-    tensors = (live.master, live.exp_avg, live.exp_avg_sq)
-    master, exp_avg, exp_avg_sq = map(snapshots.copy, tensors)
-    ticket = snapshots.add(identity(uid), replace(live, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq))
-    for tensor in tensors:
-        tensor.fill_(-1.0)  # the next step changes the slot
-    return ticket
+    places = snapshots.place(uid, step, elements, torch.float32)
+    assert places is not None
+    live = state(step, elements)
+    master, exp_avg, exp_avg_sq = (next(places).copy_(own) for own in (live.master, live.exp_avg, live.exp_avg_sq))
+    return snapshots.add(identity(uid), replace(live, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq))
+
+
+def place(snapshots: Snapshots, uid: str, step: int) -> bool:
+    """Whether a step of the run may be copied."""
+    return snapshots.place(uid, step, 8, torch.float32) is not None
+
+
+def settle(snapshots: Snapshots) -> None:
+    """Wait until nothing is left to be written or removed."""
+    while (worker := snapshots._worker) is not None:
+        worker.join(SECONDS)
 
 
 class Disk:
@@ -97,25 +108,32 @@ def test_a_ticket_of_another_process_is_not_known(tmp_path: Path) -> None:
     assert not Snapshots(tmp_path).written(ticket)
 
 
-def test_a_runs_next_step_waits_for_its_own_write_only(tmp_path: Path, disk: Disk, beside: Any) -> None:
+def test_no_more_than_the_places_are_staged_and_the_trainer_waits_for_none(tmp_path: Path, disk: Disk) -> None:
     snapshots = Snapshots(tmp_path)
-    keep(snapshots, "a", 1)
-    assert disk.reached.wait(SECONDS)
-    assert beside(snapshots.place, "b", 1).result(SECONDS)
-    own = beside(snapshots.place, "a", 2)
-    assert not returns(own, 0.1)
+    tickets = [keep(snapshots, f"run-{number}", 1) for number in range(PLACES)]
+    assert not place(snapshots, "late", 1)
     disk.open.set()
-    assert own.result(SECONDS)
+    assert all(map(snapshots.written, tickets))
+    assert place(snapshots, "late", 1)
 
 
-def test_no_more_than_the_places_are_staged_at_a_time(tmp_path: Path, disk: Disk, beside: Any) -> None:
+def test_the_loop_asks_for_no_more_than_there_is_room_for() -> None:
+    assert _SNAPSHOTS_AT_ONCE <= PLACES
+
+
+def test_a_copy_that_cannot_be_allocated_costs_the_snapshot_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     snapshots = Snapshots(tmp_path)
-    for number in range(PLACES):
-        keep(snapshots, f"run-{number}", 1)
-    one_more = beside(snapshots.place, "late", 1)
-    assert not returns(one_more, 0.1)
-    disk.open.set()
-    assert one_more.result(SECONDS)
+
+    def full(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        assert not place(snapshots, "a", 3)
+    assert "run a: no snapshot of step 3" in caplog.text
+    assert place(snapshots, "a", 4)
 
 
 def test_what_is_read_is_the_newest_state_also_before_it_is_written(tmp_path: Path, disk: Disk) -> None:
@@ -146,36 +164,81 @@ def test_a_removed_run_does_not_come_back_with_the_write_under_way(
     assert snapshots.read(identity("a")) is None
     disk.open.set()
     assert all(map(snapshots.written, tickets))
+    settle(snapshots)
     assert [path.name for path in tmp_path.iterdir()] == ["b.safetensors"]
     assert Snapshots(tmp_path).read(identity("a")) is None
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_run_that_is_removed_in_the_rename_does_not_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: Any, hangs: bool
+@pytest.mark.parametrize("what", [lambda s: s.remove("done"), lambda s: s.retain(["a"])], ids=["remove", "retain"])
+def test_a_removal_that_hangs_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: Any, what: Callable[[Snapshots], None]
 ) -> None:
-    reached, go_on, replace_ = threading.Event(), threading.Event(), Path.replace
-
-    def held(path: Path, target: Path) -> Path:
-        reached.set()
-        assert go_on.wait(SECONDS)
-        return replace_(path, target)
-
-    monkeypatch.setattr(Path, "replace", held)
+    """It is made by the thread that writes: not by the trainer's, nor with the lock that everybody needs."""
     snapshots = Snapshots(tmp_path)
-    ticket = keep(snapshots, "a", 1)
+    assert snapshots.written(keep(snapshots, "done", 1))
+    reached, mended, unlink = threading.Event(), threading.Event(), Path.unlink
+
+    def held(path: Path, missing_ok: bool = False) -> None:
+        reached.set()
+        assert mended.wait(SECONDS)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", held)
+    removal = beside(what, snapshots)
     assert reached.wait(SECONDS)
-    assert snapshots.place("b", 1)  # whatever the disk does, it waits for no lock
-    if hangs:
-        monkeypatch.setattr(snapshot, "PATIENCE_SECONDS", 0.05)
-    removal = beside(snapshots.remove, "a")
-    assert returns(removal, SECONDS if hangs else 0.1) is hangs
-    assert snapshots.read(identity("a")) is None
-    go_on.set()
-    removal.result(SECONDS)
+    assert returns(removal)
+    assert snapshots.read(identity("done")) is None
+    ticket = beside(keep, snapshots, "a", 1).result(SECONDS)
+    monkeypatch.setattr(snapshot, "PATIENCE_SECONDS", 0.05)
+    assert beside(snapshots.written, ticket).result(SECONDS)
+    assert not beside(place, snapshots, "b", 1).result(SECONDS)
     monkeypatch.setattr(snapshot, "PATIENCE_SECONDS", SECONDS)
+    mended.set()
     assert snapshots.written(ticket)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_what_another_process_left_in_its_writes_is_removed_and_an_own_write_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors writes a file of its own beside the one that it was told to write."""
+    child = subprocess.Popen([sys.executable, "-c", _WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"begun\n"
+    child.kill()
+    child.communicate()
+    assert [path.name.startswith(".writing-") for path in tmp_path.iterdir()] == [True]
+    snapshots = Snapshots(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+    def swept(tensors: Any, path: Path, metadata: Any) -> None:
+        save_file(tensors, path, metadata=metadata)
+        snapshots._remove(snapshot._Removal(frozenset({"a"}), others=True))
+
+    monkeypatch.setattr(snapshot, "save_file", swept)
+    assert snapshots.written(keep(snapshots, "a", 1))
+    assert load_file(tmp_path / "a.safetensors")["master"].tolist() == [1.0] * 8
+
+
+_WRITE_FOR_EVER = """
+import sys, time
+from pathlib import Path
+import torch
+from lorafleet_runtime.trainer import snapshot
+from lorafleet_runtime.trainer.checkpoint import Identity, TrainState
+from lorafleet_runtime.types import Cursor
+
+def never(tensors, path, metadata):
+    path.with_name(".tmpAbCdEf").write_bytes(b"half")
+    print("begun", flush=True)
+    time.sleep(600)
+
+snapshot.save_file = never
+zeros = [torch.zeros(8)] * 3
+state = TrainState(1, 10, Cursor(1), "1.1", False, *zeros)
+snapshots = snapshot.Snapshots(Path(sys.argv[1]))
+snapshots.written(snapshots.add(Identity("a", "base", "data", 4, 8, ("q_proj",)), state))
+"""
 
 
 def test_a_run_that_comes_back_after_its_removal_leaves_its_new_snapshot(tmp_path: Path, disk: Disk) -> None:
@@ -220,7 +283,7 @@ def test_a_disk_that_hangs_holds_up_no_step(
     assert disk.reached.wait(SECONDS)
     assert snapshots.written(ticket)
     assert "run a goes on without its snapshot" in caplog.text
-    assert not snapshots.place("a", 2)
+    assert not place(snapshots, "a", 2)
     assert "run a: no snapshot of step 2" in caplog.text
     monkeypatch.setattr(snapshot, "PATIENCE_SECONDS", SECONDS)
     disk.open.set()
