@@ -198,7 +198,7 @@ def add_gradients(x: Tensor, h: Tensor, table: Table, layer: int) -> None:
 
 
 def _block_j(table: Table) -> int:
-    return min(128, max(16, triton.next_power_of_2(table.max_j)))
+    return min(128, max(16, 1 << (table.max_j - 1).bit_length()))
 
 
 @triton.jit
