@@ -193,6 +193,7 @@ class RewardProcess:
             # wait() returns only once every pipe is closed, and a process that got away may hold them open for ever.
             transport.close()
         await child.wait()
+        _kill_marked(self._mark)  # again: one that was just being started showed no environment yet
 
 
 def _kill_group(child: asyncio.subprocess.Process) -> None:

@@ -1,7 +1,7 @@
 """A trainer of several ranks computes what one rank computes, and alone-or-together holds in every layout."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Layout:
 
     def step(self, uid: str, cursor: Cursor) -> StepResult | RunFault:
         result: StepResult | RunFault = self.group.call("step", uid, cursor, "1.1")
-        return result
+        return replace(result, snapshot="") if isinstance(result, StepResult) else result  # a ticket of its own each
 
     def save(self, uid: str, directory: str, partial: bool) -> Artifact:
         return self.group.checkpoint(uid, self.storage / directory, partial=partial)
