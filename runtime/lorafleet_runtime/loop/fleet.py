@@ -14,10 +14,11 @@ from lorafleet_runtime.loop.buffers import Buffers, CursorTracker
 from lorafleet_runtime.loop.engines import EngineSet
 from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.signal import Signal
-from lorafleet_runtime.loop.trainer import Doing, TrainerHandle, Writing
+from lorafleet_runtime.loop.trainer import Doing, TrainerHandle
 from lorafleet_runtime.loop.whiten import Whitening
 from lorafleet_runtime.loop.workers import WorkerSet
 from lorafleet_runtime.loop.writer import BackgroundWriter
+from lorafleet_runtime.loop.writing import Writing
 from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry
 from lorafleet_runtime.registry.run import Run
@@ -165,11 +166,9 @@ class Fleet:
         Args:
             held: until it is closed.
             alone: what is to be done may have killed a trainer.
-            limit: seconds that others' saves and loads may take to end, for who wants to be alone.
+            limit: seconds that others' saves and loads may take to end, one after the other; where one takes longer,
+                this goes on beside them, and a death then says less.
             stepping: of the run itself. While it is held nobody else waits for this run.
-
-        Raises:
-            TimeoutError: the others took longer.
         """
         if self.stopping:
             return
@@ -181,8 +180,12 @@ class Fleet:
                 async with stepping:
                     pass
             async with AsyncExitStack() as tried:
-                async with self.trainer.patience(limit):
-                    await tried.enter_async_context(self.company.join(alone=True))
+                try:
+                    async with self.trainer.patience(limit):
+                        await tried.enter_async_context(self.company.join(alone=True))
+                except TimeoutError:  # waiting for others is no fault of the storage, nor of this run
+                    await held.enter_async_context(self.company.join())
+                    return
                 await tried.enter_async_context(self.accumulating)
                 if stepping is not None and stepping.locked():
                     continue

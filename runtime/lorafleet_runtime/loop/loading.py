@@ -44,7 +44,8 @@ async def load(fleet: Fleet, run: Run) -> None:
         if not run.loaded or fleet.state(run) is not state:
             raise Retryable("the trainer was lost; the run has to load again")
         n = run.trainer_version
-        manifest, buffer = await fleet.trainer.export(run.uid)
+        manifest, buffer = await fleet.trainer.export(run.uid, doing=[Doing("load", run.uid)])
+    fleet.blame.loaded(run)
     if run.weight_version < n:
         await publish(fleet, run, n, manifest, buffer)
     else:
@@ -64,7 +65,6 @@ async def load_trainer(fleet: Fleet, run: Run) -> None:
     loaded = await _ask(fleet, run)
     if loaded is None or run.state not in ("PENDING", "RETIRING"):
         return
-    fleet.blame.loaded(run)
     if run.was_loaded and loaded.step > run.step:
         text = f"step {loaded.step} outlived its trainer, its answer did not: it has no samples, log line or figures"
         log.warning("run %s: %s", run.uid, text, extra=about(run.uid, step=loaded.step))
@@ -115,21 +115,21 @@ async def _ask_once(fleet: Fleet, run: Run) -> Loaded:
             newest = await _look(lambda: newest_step(directory))
         except OSError as error:
             raise RunError(reasons.STORAGE_ERROR, f"{directory} cannot be read ({error}); fix the storage") from error
-    request = LoadRequest(
-        uid=run.uid,
-        namespace=run.namespace,
-        name=run.name,
-        slot=run.slot,
-        spec=run.spec.to_wire(),
-        target_step=run.target_step,
-        data_digest=run.dataset.digest,
-        checkpoint=None if newest is None else str(newest),
-    )
     async with AsyncExitStack() as held:
+        permit = await fleet.trainer.read_permit(limit)
+        held.callback(permit.release)
         await fleet.keep_company(held, run.load_deaths > 0, limit)
-        await fleet.trainer.prepare(limit, request)
-        loaded: Loaded = await fleet.trainer.call("load", request, doing=[Doing("load", run.uid)])
-    return loaded
+        request = LoadRequest(
+            uid=run.uid,
+            namespace=run.namespace,
+            name=run.name,
+            slot=run.slot,
+            spec=run.spec.to_wire(),
+            target_step=run.target_step,
+            data_digest=run.dataset.digest,
+            checkpoint=None if newest is None else str(newest),
+        )
+        return await fleet.trainer.load(permit, limit, request)
 
 
 async def _look(work: Callable[[], Path | None]) -> Path | None:

@@ -20,7 +20,7 @@ from lorafleet_runtime.loop.fleet import Fleet, RunState
 from lorafleet_runtime.loop.journal import about
 from lorafleet_runtime.loop.loading import load_trainer
 from lorafleet_runtime.loop.permit import Permit
-from lorafleet_runtime.loop.trainer import Writing
+from lorafleet_runtime.loop.writing import Writing
 from lorafleet_runtime.registry.run import Run
 from lorafleet_runtime.types import Artifact, Retention
 
@@ -50,6 +50,7 @@ async def save(fleet: Fleet, run: Run) -> None:
         try:
             if not run.loaded:
                 await load_trainer(fleet, run)
+                fleet.blame.loaded(run)
             if run.ending is not ending:
                 return  # another end, or it could not be loaded at its last step and has to train again
             artifact = await _save_in_time(fleet, run, limit)

@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from lorafleet_runtime.errors import Retryable
 from lorafleet_runtime.loop.permit import Permit
+from lorafleet_runtime.loop.writing import Writing
 from lorafleet_runtime.remote import call
-from lorafleet_runtime.types import Artifact, LoadRequest
+from lorafleet_runtime.types import Artifact, Loaded, LoadRequest
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,10 @@ _SAVES_AT_ONCE = 4
 
 _SNAPSHOTS_AT_ONCE = 4
 """Steps whose snapshots are not yet written; the trainer has room for as many copies."""
+
+
+_READS_AT_ONCE = 4
+"""Loads that are being read or wait for their turn in the trainer, each with a run's state in host memory."""
 
 
 class Doing(NamedTuple):
@@ -56,36 +61,6 @@ class _Work:
         return frozenset([*(self.queue[0].doing if self.queue else ()), *self.beside])
 
 
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """A checkpoint on its way. Who waits for it may give up: it goes on, and keeps its place until it has ended."""
-
-    _captured: asyncio.Task[Any]
-    _written: asyncio.Task[Artifact]
-
-    async def captured(self) -> None:
-        """Wait until the trainer has copied what is to be saved.
-
-        Raises:
-            RunError: the run's own fault.
-            TrainerLost: the trainer died.
-        """
-        await asyncio.shield(self._captured)
-
-    async def written(self) -> Artifact:
-        """Wait until the checkpoint is durable.
-
-        Raises:
-            RunError: StorageError, or the run's own fault.
-            TrainerLost: the trainer died, and what was to be saved with it.
-        """
-        return await asyncio.shield(self._written)
-
-    async def ended(self) -> None:
-        """Wait until it is durable or has failed."""
-        await asyncio.wait([self._written])
-
-
 class TrainerHandle:
     """One trainer at a time. A call that finds it dead raises Retryable and starts a new one.
 
@@ -113,7 +88,11 @@ class TrainerHandle:
         self._ready = asyncio.Event()
         self._places = asyncio.Semaphore(_SAVES_AT_ONCE)
         self._snapshot_places = asyncio.Semaphore(_SNAPSHOTS_AT_ONCE)
-        self._patient: dict[asyncio.Timeout, float] = {}
+        self._read_places = asyncio.Semaphore(_READS_AT_ONCE)
+        self._overdue: set[asyncio.Future[Any]] = set()
+        """Reads that took longer than they may; they keep their places until they end."""
+        self._patient: dict[asyncio.Timeout, tuple[float, bool]] = {}
+        """Limits, and whether they are of reads."""
         self._restart: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -189,21 +168,59 @@ class TrainerHandle:
         ends = [beside.remove]
         return lambda: ends.pop()(doing) if ends else None
 
-    async def prepare(self, limit: float, request: LoadRequest) -> None:
-        """Have the trainer read what the run's load starts from; no other call waits for the storage.
+    async def read_permit(self, limit: float) -> Permit:
+        """Wait for a place among the reads; what a load reads goes on beside all other calls.
+
+        Waiting for others that read in time is no waiting for the storage, and has no limit.
+
+        Raises:
+            TimeoutError: all places were held by overdue reads for `limit` seconds.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(limit):
+                    return await Permit.of(self._read_places, 1)
+            except TimeoutError:
+                if len(self._overdue) < _READS_AT_ONCE:
+                    continue
+                raise
+
+    async def load(self, permit: Permit, limit: float, request: LoadRequest) -> Loaded:
+        """Have the trainer read what the run's load starts from, then load it; no other call waits for the storage.
+
+        Args:
+            permit: of `read_permit`; given back when the load has ended, whatever the caller does meanwhile.
+            limit: seconds for the reading, as in `patience`; waiting for a trainer takes no time.
+            request: of the run.
 
         Raises:
             RunError: the run's own fault, or the storage's.
-            TimeoutError: it was not read within `limit` seconds of now; waiting for a trainer takes no time.
+            TimeoutError: it was not read in time.
             TrainerLost: the trainer died.
         """
         await self._ready.wait()
-        ended = self.begin(Doing("load", request.uid))
+        actor, ended, doing = self._actor, self.begin(Doing("load", request.uid)), [Doing("load", request.uid)]
+        reading = asyncio.ensure_future(self._beside("prepare", request))
         try:
-            async with asyncio.timeout(limit):
-                await self._beside("prepare", request)
+            async with self.patience(limit, reading=True):
+                await asyncio.shield(reading)
+            self._renew(read=True)
+        except (TimeoutError, asyncio.CancelledError):
+            place = permit.hand_over()
+            self._overdue.add(reading)
+            reading.add_done_callback(lambda read: self._read_ended(read, place))
+            raise
         finally:
             ended()
+        self._check_current(actor)  # another one has read nothing, and would read in the lane of all calls
+        loaded: Loaded = await self._queued(actor, actor.load.remote(request), doing)
+        return loaded
+
+    def _read_ended(self, reading: asyncio.Future[Any], place: Permit) -> None:
+        self._overdue.discard(reading)
+        place.release()
+        if not reading.cancelled():
+            reading.exception()  # nobody waits for it any more
 
     @property
     def snapshots_full(self) -> bool:
@@ -229,19 +246,29 @@ class TrainerHandle:
         return await Permit.of(self._places, _SAVES_AT_ONCE if alone else 1)
 
     @contextlib.asynccontextmanager
-    async def patience(self, limit: float | None) -> AsyncIterator[None]:
-        """A time limit that begins anew whenever a checkpoint of this trainer ends: a slow storage is no hung one.
+    async def patience(self, limit: float | None, reading: bool = False) -> AsyncIterator[None]:
+        """A time limit that begins anew whenever a save of this trainer ends, or a read: slow storage is no hung one.
+
+        Args:
+            limit: in seconds; None is without.
+            reading: what ends must be a read; saves may go on where one file hangs.
 
         Raises:
             TimeoutError: none ended within `limit` seconds.
         """
         async with asyncio.timeout(limit) as timeout:
             if limit is not None:
-                self._patient[timeout] = limit
+                self._patient[timeout] = limit, reading
             try:
                 yield
             finally:
                 self._patient.pop(timeout, None)
+
+    def _renew(self, read: bool) -> None:
+        """A read or a save has ended: the storage answers."""
+        for timeout, (limit, reading) in self._patient.items():
+            if not timeout.expired() and (read or not reading):
+                timeout.reschedule(asyncio.get_running_loop().time() + limit)
 
     def abandon(self, uid: str, writing: Writing) -> None:
         """Nobody waits for the run's write any more, or will: a death while it hangs says nothing of it."""
@@ -292,9 +319,7 @@ class TrainerHandle:
         finally:
             with contextlib.suppress(ValueError):  # abandoned
                 work.beside.remove(Doing("save", uid))
-            for timeout, limit in self._patient.items():
-                if not timeout.expired():
-                    timeout.reschedule(asyncio.get_running_loop().time() + limit)
+            self._renew(read=False)
         if artifact is None:
             raise TrainerLost("saved: this trainer never took it; the one that did was lost")
         return artifact

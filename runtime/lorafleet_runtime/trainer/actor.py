@@ -8,6 +8,7 @@ import hashlib
 import os
 import socket
 import tempfile
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,12 +50,12 @@ _SNAPSHOTS = "snapshots"
 """Of those that wait for snapshots: another disk, another lane."""
 
 _READS = "reads"
-"""Of those that read what a load starts from; more than will ever hang at once."""
+"""Of those that read what a load starts from; the loop sends no more than there are threads."""
 
 _PROCESS = "process"
 """Of the call that must answer also while the storage hangs."""
 
-LANES = {_SAVES: 4, _SNAPSHOTS: 4, _READS: 16, _PROCESS: 1}
+LANES = {_SAVES: 4, _SNAPSHOTS: 4, _READS: 4, _PROCESS: 1}
 """Concurrency groups of the actor's class."""
 
 
@@ -75,6 +76,7 @@ class TrainerActor:
         self._wanted: dict[str, LoadRequest] = {}
         """Being read, by uid."""
         self._prepared: dict[str, tuple[LoadRequest, Prepared]] = {}
+        self._preparing = threading.Lock()
 
     def node(self) -> str:
         """The Ray node that the actor was placed on."""
@@ -136,8 +138,9 @@ class TrainerActor:
         """Read what `load` of the same run starts from; rank 0 only. See TrainerRank.prepare."""
         self._wanted[request.uid] = request
         prepared = self._rank.prepare(request)
-        if self._wanted.get(request.uid) is request:  # else nobody waits for it any more
-            self._prepared[request.uid] = (request, prepared)
+        with self._preparing:
+            if self._wanted.get(request.uid) is request:  # else nobody waits for it any more
+                self._prepared[request.uid] = (request, prepared)
 
     def load(self, request: LoadRequest) -> Loaded:
         """See TrainerRank.load; with what was prepared for this very request."""
@@ -147,8 +150,9 @@ class TrainerActor:
 
     def drop(self, uid: str, keep_snapshot: bool = False) -> str:
         """See TrainerRank.drop."""
-        self._wanted.pop(uid, None)
-        self._prepared.pop(uid, None)
+        with self._preparing:
+            self._wanted.pop(uid, None)
+            self._prepared.pop(uid, None)
         return self._rank.drop(uid, keep_snapshot)
 
     def retain(self, uids: list[str]) -> None:

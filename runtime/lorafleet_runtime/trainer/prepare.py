@@ -4,6 +4,7 @@ Called by rank.py on rank 0: by `prepare` beside the trainer's other calls, for 
 nobody has prepared. Everything that a load reads of the storage is read here. It touches no slot.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from lorafleet_runtime.trainer.shape import ModelShape
 from lorafleet_runtime.trainer.snapshot import Snapshots
 from lorafleet_runtime.trainer.warm_start import init_directory, read_peft_config
 from lorafleet_runtime.types import Cursor, LoadRequest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Reader:
             RunError: the storage cannot be read, or what it has cannot be trained here.
         """
         state, passed_over = self._state(request, spec, identity)
+        for text in passed_over:  # also here: the answer may be lost, and the next reader finds them set aside already
+            log.warning("run %s: %s", request.uid, text)
         directory = run_directory(self.storage, request.namespace, request.name, request.uid)
         unfinished = None
         if spec.record_steps and state.partial is not None:
