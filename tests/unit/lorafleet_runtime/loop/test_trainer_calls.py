@@ -101,22 +101,27 @@ async def test_a_run_that_loads_and_loses_its_trainer_in_its_step_loads_once_mor
     assert (run.state, world.disk["a"].step, len(world.trainers)) == ("COMPLETED", 3, 3), run.message
 
 
+def write_in_turn(world: World, seconds: float) -> None:
+    """The storage takes one checkpoint at a time, each for so long."""
+    saved, disk = world.trainer.saved, asyncio.Lock()
+
+    async def slowly(ticket: str) -> Artifact | None:
+        async with disk:
+            await asyncio.sleep(seconds)
+            return await saved(ticket)
+
+    world.trainer.saved = slowly  # type: ignore[method-assign]
+
+
 def test_saves_that_take_their_turns_on_a_slow_storage_all_end(tmp_path: Path) -> None:
     """Five, of which four have a place; the last one ends after three times the limit."""
     world = build_world(tmp_path, slots=5)
     world.registry.sync([])
-    disk, uids = asyncio.Lock(), "abcde"
+    uids = "abcde"
 
     async def save_all() -> None:
         await standing(world, *uids)
-        saved = world.trainer.saved
-
-        async def slowly(ticket: str) -> Artifact | None:
-            async with disk:
-                await asyncio.sleep(6)
-                return await saved(ticket)
-
-        world.trainer.saved = slowly  # type: ignore[method-assign]
+        write_in_turn(world, 6)
         runs = [world.registry.runs[uid] for uid in uids]
         await asyncio.gather(*(checkpoint(world.fleet, run, limit=10) for run in runs))
         assert asyncio.get_running_loop().time() == pytest.approx(30, abs=0.1)
@@ -130,18 +135,11 @@ def test_last_saves_that_take_their_turns_on_a_slow_storage_are_all_made(tmp_pat
     """However the runs end. A write takes more than half of saveTimeoutSeconds, and the storage takes one at a time."""
     world = build_world(tmp_path, slots=5)
     world.registry.sync([])
-    disk, uids = asyncio.Lock(), "abcde"
+    uids = "abcde"
 
     async def save_all() -> None:
         await standing(world, *uids)
-        saved = world.trainer.saved
-
-        async def slowly(ticket: str) -> Artifact | None:
-            async with disk:
-                await asyncio.sleep(180)
-                return await saved(ticket)
-
-        world.trainer.saved = slowly  # type: ignore[method-assign]
+        write_in_turn(world, 180)
         for uid in uids:
             if end == "deleted":
                 world.registry.delete(uid)
