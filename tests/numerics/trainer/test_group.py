@@ -108,9 +108,11 @@ class Loop:
         self.lost.append(under_way)
 
     async def load(self, request: LoadRequest) -> int:
-        await self.handle.prepare(60, request)
-        loaded = await self.handle.call("load", request)
-        return int(loaded.step)
+        permit = await self.handle.read_permit(60)
+        try:
+            return (await self.handle.load(permit, 60, request)).step
+        finally:
+            permit.release()
 
     async def train(self, uid: str, step: int) -> None:
         groups = [replace(group, uid=uid) for group in make_groups("a", seed=step)]
