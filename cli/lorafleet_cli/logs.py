@@ -16,7 +16,16 @@ from lorafleet_cli.patience import Patience
 from lorafleet_cli.runtime import open_runtime
 
 _POLL_SECONDS = 1.0
-_FIGURES = {"reward": "reward", "lr": "lr", "gradNorm": "grad norm", "tokens": "tokens"}
+_FIGURES = {
+    "reward": "reward",
+    "lr": "lr",
+    "gradNorm": "grad norm",
+    "tokens": "tokens",
+    "entropy": "entropy",
+    "klSampler": "KL to sampler",
+    "klBase": "KL to base",
+    "clipFraction": "clipped",
+}
 
 
 async def logs(kube: Kube, console: Console, name: str, *, follow: bool, as_json: bool) -> None:
