@@ -75,7 +75,9 @@ def test_attention_is_that_of_masked_groups() -> None:
         out.append(F.scaled_dot_product_attention(a, b, c, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
     torch.autograd.backward(torch.cat(out), dy.double())
     mine = [t.requires_grad_(True) for t in (q, k, v)]
-    got = attend(*mine, make_sequences(groups, torch.device("cuda")))
+    sequences = make_sequences(groups, torch.device("cuda"))
+    assert sequences is not None
+    got = attend(q, k, v, sequences)
     torch.autograd.backward(got, dy)
     pairs = [(got, torch.cat(out)), *((m.grad, e.grad) for m, e in zip(mine, exact, strict=True))]
     gaps = [relative(a.detach().double(), b.detach()) for a, b in pairs if a is not None and b is not None]

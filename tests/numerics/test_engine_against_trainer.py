@@ -7,7 +7,7 @@ import ray
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor, PromptGroup, RunFault, Sample, SamplingParams, VersionId
 from support.engine_actor import EngineUnderTest
-from support.trainer import load, make_rank
+from support.trainer import export, load, make_rank
 
 TOLERANCE = 1e-4
 SAMPLE = SamplingParams(n=3, temperature=1.0, top_p=1.0, max_tokens=20, seed=5)
@@ -17,7 +17,7 @@ PROMPT = tuple((11 * i + 3) % 251 for i in range(45))
 def _sampled(engine: EngineUnderTest, rank: TrainerRank, uid: str, n: int) -> PromptGroup:
     """Publish the trainer's weights as version n and sample one group from it."""
     version = VersionId(uid, "1.1", n)
-    manifest, buffer = rank.export(uid)
+    manifest, buffer = export(rank, uid)
     ray.get(engine.actor.publish.remote(version, manifest, ray.put(buffer)))
     completions = engine.generate(version, PROMPT, SAMPLE)
     samples = tuple(
@@ -38,7 +38,7 @@ def test_two_runs_agree_with_the_engine_before_and_after_a_step(engine: EngineUn
         for stats in result.stats:
             assert stats.policy.tokens > 0
             assert stats.mismatch_max <= TOLERANCE, (stats.uid, n)
-        digests |= {rank.export(uid)[0].digest for uid in ("a", "b")}
+        digests |= {export(rank, uid)[0].digest for uid in ("a", "b")}
         for uid in ("a", "b"):
             assert not isinstance(rank.step(uid, Cursor()), RunFault)
     assert len(digests) == 4  # the steps moved the weights

@@ -17,7 +17,7 @@ from lorafleet_runtime.engines.settings import engine_config
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor, PromptGroup, RunFault, Sample, SamplingParams, VersionId
 from support.engine_actor import EngineUnderTest
-from support.trainer import make_rank, make_request
+from support.trainer import export, make_rank, make_request
 
 SAMPLE = SamplingParams(n=4, temperature=1.0, top_p=1.0, max_tokens=12)
 QUESTIONS = ["7 + 12 =", "Short sentence with the word lamp.", "JSON with keys name, age: Gus, 54"]
@@ -51,7 +51,7 @@ def _group(actor: Any, rank: TrainerRank, n: int, index: int, prompt: tuple[int,
 
 
 def _publish(actor: Any, rank: TrainerRank, n: int) -> None:
-    manifest, buffer = rank.export("a")
+    manifest, buffer = export(rank, "a")
     ray.get(actor.publish.remote(VersionId("a", "1.1", n), manifest, ray.put(buffer)))
 
 

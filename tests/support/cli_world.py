@@ -5,7 +5,6 @@ The commands run as a user runs them (typer, kr8s, a kubeconfig); only the two s
 
 import base64
 import contextlib
-import functools
 import json
 import signal
 import socket
@@ -285,4 +284,8 @@ async def _portforward(websocket: WebSocket, port: int) -> None:
 
 def heeding(signum: signal.Signals) -> Callable[[], None]:
     """A child's first act: whoever runs the tests in the background may have ignored the signal, which is inherited."""
-    return functools.partial(signal.signal, signum, signal.SIG_DFL)
+
+    def heed() -> None:
+        signal.signal(signum, signal.SIG_DFL)
+
+    return heed

@@ -45,8 +45,8 @@ class World:
     def __init__(
         self, settings: Settings = SETTINGS, pool: Object | None = None, beside: "World | None" = None, **runtime: Any
     ) -> None:
-        self.api = FakeApi() if beside is None else beside.api
-        self.runtime = FakeRuntime(**runtime) if beside is None else beside.runtime
+        self.api: FakeApi = FakeApi() if beside is None else beside.api
+        self.runtime: FakeRuntime = FakeRuntime(**runtime) if beside is None else beside.runtime
         self.settings = settings
         self.starts = 0
         self.calls = 0

@@ -12,7 +12,18 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_runtime.trainer.lora import SlotAdapter
 from lorafleet_runtime.trainer.rank import TrainerRank
-from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, PromptGroup, RunFault, Sample, StepResult, VersionId
+from lorafleet_runtime.types import (
+    Artifact,
+    Cursor,
+    Loaded,
+    LoadRequest,
+    Manifest,
+    PromptGroup,
+    RunFault,
+    Sample,
+    StepResult,
+    VersionId,
+)
 
 MICRO_VOCAB = 48
 
@@ -111,6 +122,20 @@ def with_advantage(group: PromptGroup, advantage: float) -> PromptGroup:
 def gradient(rank: TrainerRank, uid: str) -> Tensor:
     """A copy of what the run has accumulated."""
     return rank.adapter(uid).grad.clone()
+
+
+def save(rank: TrainerRank, cursor: Cursor, partial: bool = False, *reward: float) -> Artifact:
+    """A checkpoint of run "a" in runs/a, of the rank that writes it."""
+    artifact = rank.checkpoint("a", "runs/a", cursor, partial, *reward)
+    assert artifact is not None
+    return artifact
+
+
+def export(rank: TrainerRank, uid: str) -> tuple[Manifest, bytes]:
+    """The run's weights, of the rank that publishes them."""
+    exported = rank.export(uid)
+    assert exported is not None
+    return exported
 
 
 def train_step(rank: TrainerRank, uid: str, groups: list[PromptGroup]) -> StepResult:

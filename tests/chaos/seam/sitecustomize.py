@@ -117,4 +117,4 @@ def _take(name: str) -> bool:
 
 
 if _FOLDER is not None:
-    sys.meta_path.insert(0, _Patcher)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Patcher)

@@ -15,7 +15,7 @@ from lorafleet_runtime.storage import checkpoints, latest_checkpoint
 from lorafleet_runtime.trainer.checkpoint import prune
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor, Retention
-from support.trainer import load, make_groups, make_rank, make_request, train_step
+from support.trainer import load, make_groups, make_rank, make_request, save, train_step
 
 SPEC: dict[str, Any] = {"optimizer": {"lr": 1e-2, "schedule": "cosine", "warmupSteps": 2}}
 
@@ -29,7 +29,7 @@ def saved(model: Path, storage: Path, steps: int = 2) -> tuple[TrainerRank, str]
     rank.load(make_request("a", **SPEC))
     for step in range(steps):
         train_step(rank, "a", make_groups("a", seed=step))
-    return rank, rank.checkpoint("a", "runs/a", Cursor(5, (7, 9))).path
+    return rank, save(rank, Cursor(5, (7, 9))).path
 
 
 def test_restored_run_continues_bit_for_bit(qwen3: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_damaged_file_is_found(qwen3: Path, tmp_path: Path, name: str) -> None:
 def test_latest_checkpoint_skips_what_is_not_whole(qwen3: Path, tmp_path: Path, name: str) -> None:
     rank, path = saved(qwen3, tmp_path)
     train_step(rank, "a", make_groups("a"))
-    newest = Path(rank.checkpoint("a", "runs/a", Cursor()).path)
+    newest = Path(save(rank, Cursor()).path)
     directory = tmp_path / "runs/a"
     (directory / ".tmp-step_9-x").mkdir()
     (directory / "step_8").mkdir()
@@ -121,7 +121,7 @@ def test_only_the_newest_are_kept(qwen3: Path, tmp_path: Path) -> None:
         (tmp_path / "runs/a" / left).mkdir(parents=True)
     for _ in range(4):
         train_step(rank, "a", make_groups("a"))
-        rank.checkpoint("a", "runs/a", Cursor())
+        save(rank, Cursor())
     assert sorted(p.name for p in (tmp_path / "runs/a").iterdir()) == ["step_3", "step_4"]
     prune(tmp_path / "runs/a", 1)
     assert [p.name for p in (tmp_path / "runs/a").iterdir()] == ["step_4"]
@@ -129,7 +129,7 @@ def test_only_the_newest_are_kept(qwen3: Path, tmp_path: Path) -> None:
 
 def test_checkpoint_of_the_same_step_replaces_the_old_one(qwen3: Path, tmp_path: Path) -> None:
     rank, path = saved(qwen3, tmp_path)
-    again = rank.checkpoint("a", "runs/a", Cursor(6))
+    again = save(rank, Cursor(6))
     assert again.path == path
     assert [p.name for p in (tmp_path / "runs/a").iterdir()] == ["step_2"]
     assert make_rank(qwen3, tmp_path).load(make_request("a", resume=path, **SPEC)).cursor == Cursor(6)
@@ -140,7 +140,7 @@ def test_checkpoint_of_the_same_step_and_content_stays(qwen3: Path, tmp_path: Pa
     before = (Path(path).stat().st_ino, latest_checkpoint(tmp_path / "runs/a"))
     restored = make_rank(qwen3, tmp_path)
     restored.load(make_request("a", resume=path, **SPEC))
-    assert restored.checkpoint("a", "runs/a", Cursor(5, (7, 9))) == rank.checkpoint("a", "runs/a", Cursor(5, (7, 9)))
+    assert save(restored, Cursor(5, (7, 9))) == save(rank, Cursor(5, (7, 9)))
     assert (Path(path).stat().st_ino, latest_checkpoint(tmp_path / "runs/a")) == before
     assert [p.name for p in (tmp_path / "runs/a").iterdir()] == ["step_2"]
 
@@ -152,7 +152,7 @@ def test_a_partial_batch_goes_on_bit_for_bit(qwen3: Path, tmp_path: Path) -> Non
     train_step(rank, "a", make_groups("a"))
     groups = make_groups("a", count=5, seed=1)
     sums = rank.accumulate(groups[:2]).stats[0].policy
-    path = rank.checkpoint("a", "runs/a", Cursor(4), True, 0.5).path
+    path = save(rank, Cursor(4), True, 0.5).path
     rank.accumulate(groups[2:])
     whole = rank.step("a", Cursor(7), "1.1")
 
@@ -187,7 +187,7 @@ def test_the_best_checkpoint_stays_when_the_run_asks_for_it(qwen3: Path, tmp_pat
     load(rank, "a", checkpoint={"keep": 1, "keepBest": True})
     for score in (0.1, 0.9, 0.3, 0.2):
         train_step(rank, "a", make_groups("a"))
-        rank.checkpoint("a", "runs/a", Cursor(), False, score)
+        save(rank, Cursor(), False, score)
     assert sorted(p.name for p in (tmp_path / "runs/a").iterdir()) == ["step_2", "step_4"]
 
 
@@ -206,7 +206,7 @@ def test_which_checkpoints_stay_is_said_with_each_capture(qwen3: Path, tmp_path:
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(qwen3: Path, tmp_path: Path) -> None:
     rank, _ = saved(qwen3, tmp_path)
     train_step(rank, "a", make_groups("a", seed=2))
-    newest = Path(rank.checkpoint("a", "runs/a", Cursor(8)).path) / "optimizer.safetensors"
+    newest = Path(save(rank, Cursor(8)).path) / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:-7])
     again = make_rank(qwen3, tmp_path)
     loaded = again.load(make_request("a", resume=str(newest.parent), **SPEC))
@@ -236,7 +236,7 @@ def test_kill_between_the_renames_leaves_a_checkpoint_to_resume_from(
     directory = tmp_path / "runs/a"
     fail_second_rename(monkeypatch, KeyboardInterrupt())  # as a kill: nothing is caught or cleaned up
     with pytest.raises(KeyboardInterrupt):
-        rank.checkpoint("a", "runs/a", Cursor(6))
+        save(rank, Cursor(6))
     kept = latest_checkpoint(directory)
     assert kept is not None and not (directory / "step_2").exists()
     prune(directory, 1)
@@ -244,7 +244,7 @@ def test_kill_between_the_renames_leaves_a_checkpoint_to_resume_from(
     assert restored.load(make_request("a", resume=str(kept), **SPEC)).cursor == Cursor(5, (7, 9))
     assert all(torch.equal(x, y) for x, y in zip(state(restored, "a"), state(rank, "a"), strict=True))
 
-    restored.checkpoint("a", "runs/a", Cursor(6))
+    save(restored, Cursor(6))
     assert [p.name for p in directory.iterdir()] == ["step_2"]
 
 
@@ -254,7 +254,7 @@ def test_rename_that_fails_puts_the_old_checkpoint_back(
     rank, path = saved(qwen3, tmp_path)
     fail_second_rename(monkeypatch, OSError(5, "Input/output error"))
     with pytest.raises(RunError, match="Input/output error"):
-        rank.checkpoint("a", "runs/a", Cursor(6))
+        save(rank, Cursor(6))
     assert [p.name for p in (tmp_path / "runs/a").iterdir()] == ["step_2"]
     assert make_rank(qwen3, tmp_path).load(make_request("a", resume=path, **SPEC)).cursor == Cursor(5, (7, 9))
 
@@ -265,7 +265,7 @@ def test_horizon_of_the_schedule_is_that_of_the_first_load(qwen3: Path, tmp_path
     live = make_rank(qwen3, tmp_path)
     live.load(replace(make_request("a", **spec), target_step=3))
     results = [train_step(live, "a", make_groups("a", seed=step)) for step in range(2)]
-    path = live.checkpoint("a", "runs/a", Cursor()).path
+    path = save(live, Cursor()).path
     results += [train_step(live, "a", make_groups("a", seed=step)) for step in (2, 3, 4)]
 
     resumed = make_rank(qwen3, tmp_path)
@@ -311,6 +311,6 @@ def test_disk_that_fills_up_leaves_the_old_checkpoint_and_no_debris(
 
     monkeypatch.setattr("lorafleet_runtime.trainer.checkpoint.os.fsync", full)
     with pytest.raises(RunError, match="No space left"):
-        rank.checkpoint("a", "runs/a", Cursor())
+        save(rank, Cursor())
     assert [p.name for p in (tmp_path / "runs/a").iterdir()] == ["step_2"]
     assert latest_checkpoint(tmp_path / "runs/a") == Path(path)

@@ -23,11 +23,11 @@ ADAMW_CLOCK = 4
 """Its step count, one float32."""
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):
     """Every operator that runs, with the shapes it got, and every storage that it saw."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.storages: set[int] = set()
 

@@ -31,7 +31,7 @@ from support.schedules import MAX_RANK, SLOTS, Program, examples, programs
 from support.trainer import MICRO_VOCAB, make_groups, make_micro_model, make_pool_rank, make_request
 from support.trainer_group import GroupUnderTest, running_group
 
-SETTINGS = {"deterministic": True, "microBatchTokens": 24}
+SETTINGS: dict[str, Any] = {"deterministic": True, "microBatchTokens": 24}
 LIMIT = 1e-5
 """Relative difference from one rank, in float32."""
 VECTORS = ("master", "exp_avg", "exp_avg_sq")

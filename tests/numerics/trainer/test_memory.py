@@ -16,11 +16,11 @@ CHUNK_BYTES = 64 << 20
 """What the vocabulary projection may hold at a time on a CPU."""
 
 
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Largest(TorchDispatchMode):
     """Remembers the largest tensors that any operation makes, forward and backward."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.vocabulary_wide = 0
         """Bytes of the largest one with a value per vocabulary entry."""
         self.other = 0

@@ -16,7 +16,7 @@ from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor, RunFault, StepResult
-from support.trainer import make_groups, make_request
+from support.trainer import make_groups, make_request, save
 
 SPEC: dict[str, Any] = {"optimizer": {"lr": 1e-2, "schedule": "cosine", "warmupSteps": 2}}
 
@@ -67,7 +67,7 @@ def test_the_newer_of_snapshot_and_checkpoint_counts(
     rank.load(make_request("a", **SPEC))
     for number in range(saved_at):
         step(rank, "a", number)
-    path = rank.checkpoint("a", "runs/a", Cursor(77)).path
+    path = save(rank, Cursor(77)).path
     for number in range(saved_at, 3):
         step(rank, "a", number)
     loaded = trainer(qwen3, tmp_path).load(make_request("a", resume=path, **SPEC))
@@ -80,7 +80,7 @@ def test_a_truncated_snapshot_is_passed_over(qwen3: Path, tmp_path: Path, size: 
     rank = trainer(qwen3, tmp_path)
     rank.load(make_request("a", **SPEC))
     step(rank, "a", 0)
-    path = rank.checkpoint("a", "runs/a", Cursor()).path
+    path = save(rank, Cursor()).path
     step(rank, "a", 1)
     snapshot = tmp_path / "node/a.safetensors"
     snapshot.write_bytes(snapshot.read_bytes()[:size])

@@ -153,8 +153,8 @@ def test_a_full_disk_leaves_nothing(done: CliWorld, monkeypatch: pytest.MonkeyPa
 
     original = Path.open
 
-    def full(self: Path, mode: str = "r", *rest: object, **more: object) -> object:
-        return Full(self) if mode == "wb" else original(self, mode, *rest, **more)  # type: ignore[arg-type]
+    def full(self: Path, mode: Any = "r", *rest: Any, **more: Any) -> Any:
+        return Full(self) if mode == "wb" else original(self, mode, *rest, **more)
 
     monkeypatch.setattr(Path, "open", full)
     text = "error: output: json: the disk is full; free some space, or choose another --output"

@@ -50,7 +50,8 @@ def test_a_failed_run_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_run_that_may_fail_does_not_end_it(tmp_path: Path) -> None:
-    assert len(watch(FakeApi([run(Failed="True")]), tmp_path, may_fail=frozenset({"addition"})).poll()) == 1
+    found = watch(FakeApi([run(Failed="True")]), tmp_path, may_fail=frozenset({"addition"})).poll()
+    assert found is not None and len(found) == 1
 
 
 def test_a_dead_process_ends_the_demo_with_its_log(tmp_path: Path) -> None:
@@ -62,7 +63,8 @@ def test_a_dead_process_ends_the_demo_with_its_log(tmp_path: Path) -> None:
 
 def test_a_short_absence_of_the_api_server_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watching = watch(FakeApi([run(Registered="True")]), tmp_path)
-    assert len(watching.poll()) == 1
+    found = watching.poll()
+    assert found is not None and len(found) == 1
     assert watching.poll() is None
     monkeypatch.setattr(demo_base, "_API_PATIENCE_SECONDS", -1.0)
     with pytest.raises(DemoError, match="API server does not answer: refused"):

@@ -24,7 +24,8 @@ def step(run: str, wanted: int, seconds: float = 100.0, **more: Any) -> Expect:
 
 
 def test_a_story_goes_on_when_its_wait_is_over() -> None:
-    world, said = World(), []
+    world = World()
+    said: list[str] = []
     stories = Stories([story("a", step("one", 1), step("one", 2))], said.append)
     world.train("one", 0)
     for done in (0, 1, 2):

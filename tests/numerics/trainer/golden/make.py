@@ -146,7 +146,7 @@ def make_curve(model: Path, name: str, adapter: Path) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = step_loss(spec, peft, recorded(name, step), sampler)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, settings["clipGrad"] or math.inf)
         steps.append({"loss": loss.item(), "gradNorm": norm.item(), "lr": rates.get_last_lr()[0]})
         optimizer.step()

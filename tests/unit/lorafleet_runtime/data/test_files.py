@@ -266,7 +266,7 @@ def test_urls_that_reach_past_the_storage_are_refused(tmp_path: Path, url: str) 
 
 
 def test_an_object_store_url_goes_through_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Store(MemoryFileSystem):  # type: ignore[misc]
+    class Store(MemoryFileSystem):
         protocol = "s3"
 
     monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "s3", Store)

@@ -152,7 +152,7 @@ def test_begin_of_sequence_comes_once(tmp_path: Path, tokenizer: PreTrainedToken
 def test_a_missing_column_names_those_present(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     row = {"question": "A crate holds 25 jars. How many in 50 crates?", "answer": "25*50=1250\n#### 1,250"}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "d.parquet")
-    fields = {"data": "d.parquet", "inputKey": "question"}
+    fields: dict[str, Any] = {"data": "d.parquet", "inputKey": "question"}
     message = refusal(tmp_path, tokenizer, **fields, labelKey="reward_model")
     assert "labelKey: 'reward_model'" in message and "answer, question" in message
     assert opened(tmp_path, tokenizer, **fields, labelKey="answer").row(0).label == row["answer"]
@@ -272,7 +272,7 @@ def test_a_parquet_file_of_gsm8k_names_its_columns_when_another_is_asked_for(
     """Case 2 (verl-project/verl#758), (a): the reward column of another dataset."""
     row = {"question": "A crate holds 25 jars. How many in 50 crates?", "answer": "25*50=1250\n#### 1,250"}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "d.parquet")
-    fields = {"data": "d.parquet", "inputKey": "question"}
+    fields: dict[str, Any] = {"data": "d.parquet", "inputKey": "question"}
     message = refusal(tmp_path, tokenizer, labelKey="reward_model", **fields)
     assert message == (
         "labelKey: 'reward_model' is no column of 'd.parquet', which has answer, question; set labelKey to one of them"

@@ -118,7 +118,7 @@ async def test_a_version_cannot_change_its_content(engine: Engine) -> None:
 
 
 async def test_ids_and_names_are_never_reused(engine: Engine, backend: HoldingBackend) -> None:
-    seen = []
+    seen: list[Adapter] = []
     for _ in range(3):
         await _publish(engine, _version(1))
         seen.extend(backend.held.values())

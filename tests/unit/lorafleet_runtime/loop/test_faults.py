@@ -8,7 +8,7 @@ import pytest
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.loop import sampling
-from lorafleet_runtime.types import DroppedGroup, PromptGroup, VersionId
+from lorafleet_runtime.types import DatasetInfo, DroppedGroup, PromptGroup, VersionId
 from support.fake_actors import Handle
 from support.fleets import World, ended, running
 from support.runs import put, run_spec
@@ -128,9 +128,14 @@ async def test_groups_that_find_a_run_closed_open_it_once(world: World) -> None:
         world.workers[0].dead = True
         await world.until(lambda: len(world.workers) == 2)
         inner = world.worker.open
-        world.worker.open = lambda uid, spec: (opens.append(uid), inner(uid, spec))[1]  # type: ignore[method-assign]
+
+        def opening(uid: str, spec: dict[str, Any], started: bool) -> DatasetInfo:
+            opens.append(uid)
+            return inner(uid, spec, started)
+
+        world.worker.open = opening  # type: ignore[method-assign]
         await world.until(lambda: ended(world, "a"))
-    assert len(opens) <= 1
+    assert (opens, world.registry.runs["a"].state) == (["a"], "COMPLETED")
 
 
 async def test_a_straggler_of_an_ended_incarnation_cannot_fail_the_new_one(world: World) -> None:
@@ -161,7 +166,7 @@ async def test_a_straggler_of_an_ended_incarnation_cannot_fail_the_new_one(world
 async def test_a_queued_run_that_goes_away_is_closed_in_its_worker(world: World) -> None:
     closed: list[str] = []
     async with running(world):
-        world.worker.close = closed.append  # type: ignore[method-assign]
+        world.worker.close = lambda uid: closed.append(uid)  # type: ignore[method-assign]
         for number, uid in enumerate("abc"):
             put(world.registry, uid, created=float(number), numStep=10_000)
         await world.until(lambda: world.registry.runs["c"].queue_position == 1)
@@ -252,7 +257,7 @@ async def test_a_run_whose_data_kills_the_worker_ends_and_frees_the_kept_slot(wo
     world.registry.pool = world.registry.pool.model_copy(update={"slots": 1})
     async with running(world):
 
-        def kill(uid: str, spec: dict[str, Any], started: bool) -> object:
+        def kill(uid: str, spec: dict[str, Any], started: bool) -> DatasetInfo:
             if uid == "old":
                 raise Retryable("OutOfMemoryError")
             return original(world.workers[0].target, uid, spec, started)

@@ -307,7 +307,7 @@ async def test_groups_on_their_way_through_the_trainer_are_in_the_saved_sum_and_
 async def test_a_batch_that_is_normalised_as_a_whole_is_sampled_again_as_a_whole(tmp_path: Path) -> None:
     world = build_world(tmp_path, rollout={"globalBatchSize": 4})  # two groups at a time
     world.registry.sync([])
-    spec = {"algorithm": {"advantage": "reinforce"}}
+    spec: dict[str, Any] = {"algorithm": {"advantage": "reinforce"}}
     async with running(world):
         sampler = Sampler(world, limit=8)
         sampler.install()

@@ -146,7 +146,7 @@ def test_steps_and_groups_move_only_by_commit(registry: Registry) -> None:
     one_step(registry, "a", now=110.0)
     assert (run.step, run.accumulated_groups, run.trainer_version, run.weight_version) == (1, 0, 2, 1)
     assert run.progress.reward_mean == 0.5
-    assert run.progress.policy.mismatch == pytest.approx(0.02)
+    assert run.progress.policy is not None and run.progress.policy.mismatch == pytest.approx(0.02)
     assert run.progress.seconds_per_step == 10.0
 
 

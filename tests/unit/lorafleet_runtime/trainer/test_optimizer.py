@@ -10,7 +10,7 @@ from lorafleet_runtime.trainer.lora import SlotAdapter
 from lorafleet_runtime.trainer.optimizer import SlotOptimizer
 from lorafleet_runtime.trainer.shape import ModelShape, Rope
 
-SHAPE = ModelShape("llama", 1, 4, 8, 3, 1, 2, 16, 64, 1e-6, Rope("default", 10_000.0), True, False)
+SHAPE = ModelShape("llama", 1, 4, 8, 3, 1, 2, 16, 64, 1e-6, Rope(10_000.0), True, False)
 
 
 def make(settings: Optimizer, start: torch.Tensor) -> tuple[SlotOptimizer, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -108,28 +109,29 @@ def by_the_formulas(p: LossParams, lp: Tensor, advantage: float, sampler: float,
 def test_tokens_of_runs_with_any_algorithm_share_a_pass() -> None:
     """600 random tokens, each with the parameters of another run, in one call."""
     rng = random.Random(0)
-    rows = []
+    rows: list[tuple[LossParams, float, float, float, float, float]] = []
     for _ in range(600):
         p = params(
             tisMode=rng.choice(["Off", "Clip", "Mask"]), tisFloor=rng.choice([0.0, 0.4]), tisCap=rng.choice([1.5, 2.0]),
             clipLow=rng.choice([0.0, 0.2]), clipHigh=rng.choice([0.0, 0.28]), dualClip=rng.choice([None, 1.5, 3.0]),
             klCoef=rng.choice([0.0, 0.3]), klType=rng.choice(["k1", "k2", "k3"]),
         )  # fmt: skip
-        lp = rng.uniform(-5, -0.1)
-        reference = lp + rng.gauss(0, 1) if p.kl_coef else math.nan
-        rows.append((p, lp, rng.choice([-1.5, 0.0, 2.0]), lp + rng.gauss(0, 1), reference, rng.uniform(0.1, 1)))
+        own = rng.uniform(-5, -0.1)
+        base = own + rng.gauss(0, 1) if p.kl_coef else math.nan
+        rows.append((p, own, rng.choice([-1.5, 0.0, 2.0]), own + rng.gauss(0, 1), base, rng.uniform(0.1, 1)))
 
-    def column(values: list[float]) -> Tensor:
+    def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
     names = ("clip_low", "clip_high", "dual_clip", "tis_mode", "tis_floor", "tis_cap", "kl_coef", "kl_type")
     settings = {name: column([float(getattr(row[0], name)) for row in rows]) for name in names}
-    advantage, sampler, reference, weight = (column([row[i] for row in rows]) for i in (2, 3, 4, 5))
+    _, log_probs, advantages, samplers, references, weights = zip(*rows, strict=True)
+    advantage, sampler, reference, weight = map(column, (advantages, samplers, references, weights))
     tokens = PolicyTokens(advantage=advantage, sampler=sampler, weight=weight, reference=reference, **settings)
-    lp = column([row[1] for row in rows]).requires_grad_(True)
+    lp = column(log_probs).requires_grad_(True)
     loss = policy_loss(lp, tokens)
     (slope,) = torch.autograd.grad(loss.sum(), lp)
-    leaf = column([row[1] for row in rows]).requires_grad_(True)
+    leaf = column(log_probs).requires_grad_(True)
     naive = torch.stack([w * by_the_formulas(p, leaf[i], a, s, r) for i, (p, _, a, s, r, w) in enumerate(rows)])
     (expected,) = torch.autograd.grad(naive.sum(), leaf)
     torch.testing.assert_close(loss, naive, rtol=1e-12, atol=1e-14)

@@ -28,8 +28,8 @@ SIZE = 300
 
 def state(step: int, **changes: Any) -> TrainState:
     generator = torch.Generator().manual_seed(step)
-    tensors = [torch.randn(SIZE, generator=generator) for _ in range(3)]
-    return replace(TrainState(step, 10, Cursor(2 * step), "1.1", False, *tensors), **changes)
+    master, first, second = (torch.randn(SIZE, generator=generator) for _ in range(3))
+    return replace(TrainState(step, 10, Cursor(2 * step), "1.1", False, master, first, second), **changes)
 
 
 def partial(groups: int = 1) -> Partial:

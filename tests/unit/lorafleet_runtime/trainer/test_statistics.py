@@ -154,7 +154,7 @@ def test_sums_add_up_to_the_means_of_all_tokens() -> None:
     assert PolicySums().means() is None
 
 
-class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HostReads(TorchDispatchMode):
     """Counts single values that are read from a device, each of which waits for it."""
 
     count = 0
