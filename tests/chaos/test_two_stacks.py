@@ -64,7 +64,7 @@ def serve(cluster: Cluster) -> psutil.Process:
 
 def ray_address(cluster: Cluster) -> str:
     """Where its Ray head listens."""
-    argv = serve(cluster).cmdline()
+    argv: list[str] = serve(cluster).cmdline()
     return argv[argv.index("--ray-address") + 1]
 
 

@@ -155,7 +155,10 @@ def test_bad_runs_say_why_and_a_healthy_neighbour_never_notices(cluster: Cluster
     bad = FAILS | FAILS_TRAINING
     specs = {name: spec for name, (spec, _, _) in bad.items()} | TRAINS | extra
     _apply(cluster, specs)
-    waits = lambda: cluster.condition("patient", "Registered")  # noqa: E731
+
+    def waits() -> dict[str, Any]:
+        return cluster.condition("patient", "Registered")
+
     cluster.until("patient waits for a slot", lambda: waits()["reason"] == "SlotsExhausted")
     assert re.fullmatch("all 3 slots are taken; position [1-9][0-9]? in the queue", waits()["message"])
     cluster.wait("impatient", "Finished")

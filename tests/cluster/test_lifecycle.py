@@ -55,7 +55,10 @@ def test_more_runs_than_slots_queue_with_a_position_and_all_complete(cluster: Cl
     names = [f"many-{number}" for number in range(5)]
     for name in names:
         cluster.apply(name, customRmPath="support.rewards.slow")
-    message = lambda name: cluster.condition(name, "Registered")["message"]  # noqa: E731
+
+    def message(name: str) -> str:
+        return str(cluster.condition(name, "Registered")["message"])
+
     cluster.until("a run waits", lambda: any("position" in message(name) for name in names))
     for name in names:
         cluster.wait(name, "Complete", 180)

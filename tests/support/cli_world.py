@@ -117,7 +117,7 @@ class CliWorld:
     def directory(self, run: Object) -> Path:
         """Where a run's records lie."""
         meta = run["metadata"]
-        return self.storage / meta["namespace"] / meta["name"] / meta["uid"]
+        return self.storage.joinpath(meta["namespace"], meta["name"], meta["uid"])
 
     def start_api(self, port: int | None = None) -> None:
         self.api = Served(_api(self), port).start()

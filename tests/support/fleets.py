@@ -39,12 +39,14 @@ class World:
     @property
     def trainer(self) -> FakeTrainer:
         """The newest trainer."""
-        return self.trainers[-1].target
+        target: FakeTrainer = self.trainers[-1].target
+        return target
 
     @property
     def worker(self) -> FakeWorker:
         """The newest worker."""
-        return self.workers[-1].target
+        target: FakeWorker = self.workers[-1].target
+        return target
 
     async def until(self, condition: Callable[[], bool], timeout: float = 30.0) -> None:
         """Wait for a state of the registry; woken by its changes."""

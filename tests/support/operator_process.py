@@ -61,7 +61,12 @@ class World:
         self._store = Store()
         self._queue: KeyedQueue[Key] = KeyedQueue()
         if beside is not None:
-            self.api.on_change = lambda *change: (beside._watch(*change), self._watch(*change))[0]
+
+            def both(kind: str, event: str, obj: Object) -> None:
+                beside._watch(kind, event, obj)
+                self._watch(kind, event, obj)
+
+            self.api.on_change = both
             return
         self.api.on_call = lambda method, path: self._tick("before")
         self.api.on_answer = lambda method, path: self._tick("after")

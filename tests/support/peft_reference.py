@@ -41,4 +41,5 @@ def reference_logprobs(
 
 def sampled_logprobs(logprobs: np.ndarray, response: Sequence[int]) -> np.ndarray:
     """[R]: each sampled token's entry."""
-    return logprobs[np.arange(len(response)), np.asarray(response)]
+    found: np.ndarray = logprobs[np.arange(len(response)), np.asarray(response)]
+    return found

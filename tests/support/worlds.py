@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.multiprocessing.spawn import start_processes
 
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_runtime.trainer.parallel import Ranks
@@ -35,7 +36,7 @@ def train_world(
         "baseModel": {"path": str(model), "dtype": dtype}, "slots": 4, "maxRank": 16,
         "trainer": {"dataParallel": dp, "tensorParallel": tp, **trainer},
     }  # fmt: skip
-    mp.start_processes(_train, (spec, str(model), str(out), port, uids), nprocs=dp * tp, start_method="spawn")
+    start_processes(_train, (spec, str(model), str(out), port, uids), nprocs=dp * tp, start_method="spawn")
     return {uid: load_file(out / uid / f"step_{STEPS}" / "optimizer.safetensors") for uid in uids}
 
 
@@ -43,7 +44,7 @@ def _train(rank: int, spec: dict[str, Any], model: str, out: str, port: int, uid
     torch.cuda.set_device(rank)
     pool = AdapterPoolSpec.model_validate(spec)
     world = pool.trainer.data_parallel * pool.trainer.tensor_parallel
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False) if world > 1 else None
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False) if world > 1 else None
     ranks = Ranks.start(
         rank, pool.trainer.data_parallel, pool.trainer.tensor_parallel, store, torch.device("cuda", rank)
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lorafleet_runtime.trainer import passes
+from lorafleet_runtime.trainer.batch import make_micro_batch
 from lorafleet_runtime.types import Cursor, PromptGroup, RunFault
 from support.trainer import load, make_groups, make_rank, peft_gradients, peft_model
 
@@ -32,7 +33,7 @@ def rollouts(uid: str) -> list[PromptGroup]:
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rollouts in each pass."""
     found: list[int] = []
-    make = passes.make_micro_batch
+    make = make_micro_batch
 
     def counting(work: Any, *rest: Any) -> Any:
         found.append(len(work))

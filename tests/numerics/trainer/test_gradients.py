@@ -39,7 +39,8 @@ def kl_rule(lp: Tensor, old: Tensor, advantage: float, base: Tensor) -> Tensor:
 def logprobs(model: Any, group: PromptGroup, sample: Sample, temperature: float) -> Tensor:
     ids = torch.tensor([*group.prompt_ids, *sample.token_ids])
     logits = model(ids[None]).logits[0, len(group.prompt_ids) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    found: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    return found
 
 
 def reference_gradients(

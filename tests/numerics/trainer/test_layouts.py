@@ -94,7 +94,7 @@ class Layout:
 def stored(artifact: Artifact) -> dict[str, Tensor]:
     """A checkpoint's tensors, in the canonical layout."""
     path = Path(artifact.path)
-    files = load_file(path / OPTIMIZER_FILE) | load_file(path / WEIGHTS_FILE)
+    files: dict[str, Tensor] = load_file(path / OPTIMIZER_FILE) | load_file(path / WEIGHTS_FILE)
     return files | {"step": torch.tensor(float(artifact.step))}
 
 

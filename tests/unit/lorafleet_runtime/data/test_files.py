@@ -266,10 +266,8 @@ def test_urls_that_reach_past_the_storage_are_refused(tmp_path: Path, url: str) 
 
 
 def test_an_object_store_url_goes_through_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Store(MemoryFileSystem):
-        protocol = "s3"
-
-    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "s3", Store)
+    store = type("Store", (MemoryFileSystem,), {"protocol": "s3"})
+    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "s3", store)
     with fsspec.open("s3://bucket/d.jsonl", "wb") as file:
         file.write(b'{"text": "a"}\n')
     assert read_file("s3://bucket/d.jsonl", tmp_path).rows == ({"text": "a"},)

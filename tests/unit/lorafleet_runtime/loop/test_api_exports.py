@@ -3,12 +3,16 @@
 import asyncio
 import errno
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lorafleet_runtime.loop import api_runs
+from lorafleet_runtime.loop.exports import export
+from lorafleet_runtime.registry import api_owned
+from lorafleet_runtime.storage import write_durably
 from lorafleet_runtime.types import RunFault
 from support.miles import Miles, ended, trained_to
 
@@ -81,8 +85,8 @@ async def test_a_copy_that_fails_is_made_after_a_pause_whatever_happens_meanwhil
 ) -> None:
     miles = Miles.at(tmp_path)
     clock = [1000.0]
-    monkeypatch.setattr(api_runs.time, "monotonic", lambda: clock[0])
-    real, tries = api_runs.export, [0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    real, tries = export, [0]
 
     def copy(root: Path, artifact: Any, save: str) -> None:
         tries[0] += 1
@@ -105,7 +109,7 @@ async def test_a_copy_that_fails_is_made_after_a_pause_whatever_happens_meanwhil
 async def test_a_copy_is_tried_again_without_any_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     miles = Miles.at(tmp_path)
     monkeypatch.setattr(api_runs, "RETRY_SECONDS", 0.02)
-    real, tries = api_runs.export, [0]
+    real, tries = export, [0]
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -129,7 +133,7 @@ async def test_one_runs_failing_copy_holds_up_neither_records_nor_other_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     miles = Miles.at(tmp_path)
-    real = api_runs.export
+    real = export
     order: list[str] = []
 
     def copy(root: Path, artifact: Any, save: str) -> None:
@@ -152,7 +156,7 @@ async def test_one_record_that_storage_refuses_does_not_hold_up_the_others(
 ) -> None:
     miles = Miles.at(tmp_path)
     first, second = await trained_to(miles, "a", 1), await trained_to(miles, "b", 1)
-    real = api_runs.write_durably
+    real = write_durably
     tries: list[str] = []
 
     def write(path: Path, document: dict[str, Any]) -> None:
@@ -188,7 +192,7 @@ async def test_a_full_disk_is_asked_once_a_pause_however_many_events_there_are(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(api_runs, "write_durably", write)
-    monkeypatch.setattr(api_runs.asyncio, "sleep", pause)
+    monkeypatch.setattr(asyncio, "sleep", pause)
     miles.registry.fail(RunFault(run.uid, "RewardError", "why"))
     keeper = asyncio.create_task(miles.runs.keep())
     async with asyncio.timeout(30):
@@ -220,7 +224,7 @@ async def test_ended_runs_cost_no_look_once_they_are_recorded(tmp_path: Path, mo
     later = miles.restarted()
     await later.runs.flush()
     looked: list[str] = []
-    real = api_runs.observe
+    real = api_owned.observe
 
     def observe(record: Any, run: Any) -> Any:
         looked.append(run.uid)

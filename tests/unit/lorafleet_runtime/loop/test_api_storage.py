@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from lorafleet_runtime.loop import api_runs
+from lorafleet_runtime.loop.api_files import remove_durably
+from lorafleet_runtime.storage import write_durably
 from lorafleet_runtime.types import RunFault
 from support.miles import Miles, ended, trained_to
 from support.runs import put
@@ -59,7 +61,7 @@ async def test_an_end_that_could_not_be_recorded_is_recorded_later(
     miles = Miles.at(tmp_path)
     run = await trained_to(miles, "a", 1)
     monkeypatch.setattr(api_runs, "RETRY_SECONDS", 0.01)
-    real = api_runs.write_durably
+    real = write_durably
     tries: list[Path] = []
 
     def write(path: Path, document: dict[str, Any]) -> None:
@@ -84,7 +86,7 @@ async def test_a_slot_taken_while_the_record_was_written_is_409_and_leaves_no_re
 ) -> None:
     miles = Miles.at(tmp_path)
     miles.registry.sync([])
-    real = api_runs.write_durably
+    real = write_durably
 
     def write(path: Path, document: dict[str, Any]) -> None:
         real(path, document)
@@ -118,7 +120,7 @@ async def test_a_refused_post_whose_record_cannot_be_removed_at_once_leaves_no_g
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     miles = Miles.at(tmp_path)
-    real = api_runs.write_durably
+    real = write_durably
 
     def write(path: Path, document: dict[str, Any]) -> None:
         real(path, document)
@@ -139,7 +141,7 @@ async def test_slots_are_looked_at_after_every_await_before_a_run_is_registered(
     miles = Miles.at(tmp_path)
     miles.registry.sync([])
     await ended(miles, "a")
-    real = api_runs.remove_durably
+    real = remove_durably
 
     def remove(path: Path) -> None:
         for uid in ("u1", "u2"):  # the operator takes what is free while the old record goes away

@@ -224,7 +224,8 @@ def test_who_was_beside_others_is_not_failed_and_is_the_next_time(world: World, 
     put(world.registry, "a", generation=2, backoffLimit=0)
     died: Callable[..., None] = lambda *doing: world.fleet.blame.died(set(doing), "killed")  # noqa: E731
     died(Doing(kind, "a"), Doing("snapshot", "b"))
-    assert world.registry.runs["a"].ending is None
+    run = world.registry.runs["a"]
+    assert run.ending is None
     died(Doing(kind, "a"))
     ending = world.registry.runs["a"].ending
     assert ending is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lorafleet_runtime.loop.journal import Journal, read_log
-from lorafleet_runtime.types import Loaded, LoadRequest, RunFault, StepResult
+from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, StepResult
 from support.fake_actors import FakeTrainer
 from support.fleets import World, build_world, ended, running
 from support.runs import put
@@ -49,11 +49,10 @@ async def test_step_without_a_record_counts_and_is_told(world: World, tmp_path: 
     def refuse(trainer: FakeTrainer) -> None:
         step = trainer.step
 
-        def unrecorded(*arguments: Any) -> StepResult | RunFault:
-            result = step(*arguments)
-            return result if isinstance(result, RunFault) else replace(result, unrecorded="recordSteps: disk full")
+        def unrecorded(uid: str, cursor: Cursor, incarnation: str) -> StepResult:
+            return replace(step(uid, cursor, incarnation), unrecorded="recordSteps: disk full")
 
-        trainer.step = unrecorded  # type: ignore[method-assign, assignment]
+        trainer.step = unrecorded  # type: ignore[method-assign]
 
     world.configure_trainer = refuse
     async with running(world):

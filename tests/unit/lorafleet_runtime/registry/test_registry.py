@@ -220,8 +220,8 @@ def test_suspend_keeps_the_checkpoint_and_resume_queues_again(registry: Registry
     activate(registry, "a")
     one_step(registry, "a")
     put(registry, "a", generation=2, suspend=True)
+    assert registry.runs["a"].state == "RETIRING"
     run = registry.runs["a"]
-    assert run.state == "RETIRING"
     assert run.ending is not None
     assert run.ending.save
     registry.saved("a", Artifact("/p", 1, "d"), now=9.0)

@@ -78,9 +78,9 @@ def test_a_load_with_other_groups_than_the_run_counts_on_begins_a_new_incarnatio
 
 def test_a_score_is_the_mean_over_steps_that_no_checkpoint_has(registry: Registry) -> None:
     activate(registry, "a")
+    assert registry.runs["a"].progress.score is None
     run = registry.runs["a"]
     run.target_step = 100
-    assert run.progress.score is None
     for reward in (1.0, 2.0, 6.0):
         one_step(registry, "a", reward)
     assert run.progress.score == 3.0
@@ -123,7 +123,8 @@ def test_a_checkpoint_is_believed_in_only_as_far_as_the_storage_has_it(
 def test_a_derived_target_stands_before_the_first_load_and_never_moves(registry: Registry) -> None:
     """It is the horizon of the schedule: the trainer is told it with the first load."""
     put(registry, "a", numStep=None, numEpoch=3)
-    assert registry.runs["a"].target_step is None
+    run = registry.runs["a"]
+    assert run.target_step is None
     registry.checked("a", DatasetInfo(rows=7, skipped=0, digest="d"))
     assert registry.runs["a"].target_step == 3 * 7 // 2
     assert [run.uid for run in registry.assign()] == ["a"]  # no slot, so no load, before it

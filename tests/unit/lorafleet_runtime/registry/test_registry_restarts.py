@@ -63,7 +63,8 @@ def test_numepoch_may_grow(registry: Registry) -> None:
 def test_no_end_shows_before_its_last_checkpoint(registry: Registry) -> None:
     activate(registry, "a")
     put(registry, "a", generation=2, cancel=True)
-    assert registry.runs["a"].visible_outcome is None
+    run = registry.runs["a"]
+    assert run.visible_outcome is None
     registry.saved("a", ARTIFACT, now=9.0)
     assert (registry.runs["a"].visible_outcome, registry.runs["a"].artifact) == ("Cancelled", ARTIFACT)
 

@@ -215,7 +215,7 @@ def helper(tmp_path: Path) -> Iterator[Path]:
 
 def lives(path: Path) -> bool:
     try:
-        return psutil.Process(int(path.read_text())).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(int(path.read_text())).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

@@ -222,7 +222,7 @@ async def test_a_dead_rank_costs_the_whole_group(ranks: Ranks) -> None:
     with pytest.raises(TrainerLost):
         await ranks.handle.call("step", doing=[STEP])
     assert await ranks.handle.call("step") == 0
-    assert (ranks.lost, len(ranks.spawned), ranks.killed) == ([{STEP}], 2, ranks.spawned[:1])
+    assert (ranks.lost, len(ranks.spawned), ranks.killed) == ([frozenset({STEP})], 2, ranks.spawned[:1])
 
 
 async def test_ranks_that_disagree_cost_the_whole_group(ranks: Ranks, short_grace: None) -> None:

@@ -120,13 +120,18 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def emptied(step: Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "cut": lambda step: cut(step / "optimizer.safetensors"),
     "flipped bit": lambda step: flip(step / "optimizer.safetensors"),
     "flipped bit of the adapter": lambda step: flip(step / "adapter_model.safetensors"),
     "no adapter": lambda step: (step / "adapter_model.safetensors").unlink(),
     "state cut": lambda step: cut(step / "state.json"),
-    "empty": lambda step: (shutil.rmtree(step), step.mkdir())[0],
+    "empty": emptied,
     "a file": lambda step: (shutil.rmtree(step), step.write_text("x"))[0],
 }
 

@@ -23,14 +23,19 @@ def test_all_of_them_are_run(
     monkeypatch: pytest.MonkeyPatch, swiglu: Any, rotary: Any, softmax: Any, lora: Any, attention: Any
 ) -> None:
     """In the interpreter, up to attention, which needs a device."""
-    made = []
+    made: list[Any] = []
+
+    def attend(q: Any, k: Any, v: Any, s: Any) -> Any:
+        made.append(s)
+        return q + k.sum() + v.sum()
+
     for module, names in (
         (swiglu, ["swiglu"]), (rotary, ["norm_rotate"]), (softmax, ["row_statistics", "write_gradient"]),
         (lora, ["make_tables", "narrow", "widen", "add_gradients"]),
     ):  # fmt: skip
         for name in names:
             monkeypatch.setattr(check, name, getattr(module, name))
-    monkeypatch.setattr(check, "attend", lambda q, k, v, s: made.append(s) or q + k.sum() + v.sum())
+    monkeypatch.setattr(check, "attend", attend)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     check.check_kernels(torch.device("cpu"), torch.bfloat16, 64, True)
     assert len(made) == 1 and made[0].spread is not None
