@@ -25,6 +25,7 @@ _FIGURES = {
     "klSampler": "KL to sampler",
     "klBase": "KL to base",
     "clipFraction": "clipped",
+    "tisFraction": "TIS",
 }
 
 

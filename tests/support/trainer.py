@@ -124,9 +124,9 @@ def gradient(rank: TrainerRank, uid: str) -> Tensor:
     return rank.adapter(uid).grad.clone()
 
 
-def save(rank: TrainerRank, cursor: Cursor, partial: bool = False, *reward: float) -> Artifact:
+def save(rank: TrainerRank, cursor: Cursor, partial: bool = False, score: float | None = None) -> Artifact:
     """A checkpoint of run "a" in runs/a, of the rank that writes it."""
-    artifact = rank.checkpoint("a", "runs/a", cursor, partial, *reward)
+    artifact = rank.checkpoint("a", "runs/a", cursor, partial, score)
     assert artifact is not None
     return artifact
 

@@ -25,7 +25,7 @@ def done(world: CliWorld) -> CliWorld:
     directory = world.directory(world.runs[0])
     append(directory, json.dumps({"time": 1.0, "level": "INFO", "message": "loaded afresh into slot 0"}))
     figures: dict[str, float | None] = {"step": 1, "reward": 0.5, "lr": 0.001, "gradNorm": 0.25, "tokens": 96}
-    figures |= {"entropy": 1.25, "klSampler": 2e-4, "klBase": None, "clipFraction": 0.125}
+    figures |= {"entropy": 1.25, "klSampler": 2e-4, "klBase": 0.03, "clipFraction": 0.0625, "tisFraction": 0.125}
     append(directory, json.dumps({"time": 2.0, "level": "INFO", "message": "step 1 of 2", **figures}))
     trace = 'Traceback (most recent call last):\n  File "rewards.py", line 3\nValueError: no label'
     append(directory, json.dumps({"time": 3.0, "level": "WARNING", "message": "failed", "detail": trace}))
@@ -42,7 +42,8 @@ def test_logs_tell_each_step_and_the_traceback(done: CliWorld) -> None:
     loaded, step, failed, *trace = result.stdout.splitlines()
     assert loaded.endswith("  loaded afresh into slot 0")
     figures = ["reward 0.5", "lr 0.001", "grad norm 0.25", "tokens 96", "entropy 1.25", "KL to sampler 0.0002"]
-    assert step.endswith("  ".join(["  step 1 of 2", *figures, "clipped 0.125"]))
+    figures += ["KL to base 0.03", "clipped 0.0625", "TIS 0.125"]
+    assert step.endswith("  ".join(["  step 1 of 2", *figures]))
     assert failed.endswith("  WARNING failed")
     assert trace == ["    Traceback (most recent call last):", '      File "rewards.py", line 3',
                      "    ValueError: no label"]  # fmt: skip
