@@ -16,7 +16,7 @@ from lorafleet_runtime.storage import latest_checkpoint
 from lorafleet_runtime.trainer.actor import LANES, TrainerActor
 from lorafleet_runtime.trainer.group import TrainerGroup
 from lorafleet_runtime.trainer.saves import Saves
-from lorafleet_runtime.types import Artifact, Cursor, LoadRequest
+from lorafleet_runtime.types import Artifact, Cursor, LoadRequest, StepResult
 from support.trainer import make_groups, make_rank, make_request, relative, train_step
 from support.trainer_group import GroupUnderTest, make_group, running_group
 
@@ -117,7 +117,9 @@ class Loop:
     async def train(self, uid: str, step: int) -> None:
         groups = [replace(group, uid=uid) for group in make_groups("a", seed=step)]
         await self.handle.call("accumulate", groups)
-        assert (await self.handle.call("step", uid, Cursor(), "1.1")).step == step
+        result: StepResult = await self.handle.call("step", uid, Cursor(), "1.1")
+        assert result.step == step
+        await self.handle.snapshotted(result.snapshot)  # before that, a rank that dies may take the step along
 
     async def export(self, uid: str) -> bytes:
         _, buffer = await self.handle.export(uid)
