@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_runtime.engines.actor import create_engine
 from lorafleet_runtime.engines.settings import engine_config
-from lorafleet_runtime.types import Completion, Cursor, PromptGroup, Sample, SamplingParams, VersionId
+from lorafleet_runtime.types import Completion, PromptGroup, Sample, SamplingParams, VersionId
 from support.engine_actor import EngineUnderTest
 from support.peft_reference import reference_logprobs, sampled_logprobs
 from support.tiny_model import LLAMA3_ROPE, make_tiny_model
-from support.trainer import make_rank, make_request
+from support.trainer import export, make_rank, make_request, save
 
 TOLERANCE = 1e-4
 SAMPLE = SamplingParams(n=2, temperature=1.0, top_p=1.0, max_tokens=24, seed=5)
@@ -82,10 +82,10 @@ def test_a_rank_stabilised_warm_start_has_one_scale_everywhere(llama3: EngineUnd
     rank = make_rank(llama3.model, tmp_path)
     rank.load(make_request("a", initFrom="source", rank=16, alpha=32, targetModules=["q_proj", "v_proj"]))
     assert rank.adapter("a").scale == 8.0
-    exported = rank.export("a")
-    assert exported is not None and exported[0].use_rslora
+    manifest, buffer = export(rank, "a")
+    assert manifest.use_rslora
     version = VersionId("a", "1.1", 1)
-    ray.get(llama3.actor.publish.remote(version, exported[0], ray.put(exported[1])))
+    ray.get(llama3.actor.publish.remote(version, manifest, ray.put(buffer)))
     completions = llama3.generate(version, PROMPT, SAMPLE)
     for completion in completions:
         expected = peft_logprobs(llama3.model, tmp_path / "source", completion)
@@ -95,7 +95,5 @@ def test_a_rank_stabilised_warm_start_has_one_scale_everywhere(llama3: EngineUnd
     samples = tuple(Sample(c.token_ids, c.logprobs, 0.0, i - 0.5, False) for i, c in enumerate(completions))
     [stats] = rank.accumulate([PromptGroup("a", version, 0, tuple(PROMPT), samples)]).stats
     assert stats.policy.tokens > 0 and stats.mismatch_max <= TOLERANCE
-    artifact = rank.checkpoint("a", "runs/a", Cursor())
-    assert artifact is not None
-    config = json.loads((Path(artifact.path) / "adapter_config.json").read_text())
+    config = json.loads((Path(save(rank).path) / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (16, 32, True)

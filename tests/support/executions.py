@@ -39,6 +39,7 @@ from support.schedules import (
     spoiled,
     uid_of,
 )
+from support.trainer import save
 
 
 class Trainer(Protocol):
@@ -62,9 +63,7 @@ class OneRank:
 
     def save(self, uid: str, directory: str, partial: bool) -> Artifact:
         """A checkpoint."""
-        artifact = self._rank.checkpoint(uid, directory, Cursor(), partial)
-        assert artifact is not None
-        return artifact
+        return save(self._rank, Cursor(), partial, uid=uid, directory=directory)
 
     def state(self, uid: str) -> dict[str, Tensor]:
         """Adapter, masters, moments, gradient sums and step count."""

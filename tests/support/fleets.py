@@ -17,7 +17,7 @@ from lorafleet_runtime.loop.trainer import TrainerHandle
 from lorafleet_runtime.loop.workers import WorkerSet
 from lorafleet_runtime.metrics import RuntimeMetrics
 from lorafleet_runtime.registry.registry import Registry
-from lorafleet_runtime.types import Cursor
+from lorafleet_runtime.types import Cursor, StepResult
 from support.fake_actors import FakeEngine, FakeTrainer, FakeWorker, Handle, Stored
 from support.runs import activate, pool_spec
 
@@ -73,6 +73,23 @@ class World:
 def ended(world: World, uid: str) -> bool:
     """Whether nothing of the run is held any more."""
     return world.registry.runs[uid].state in ("COMPLETED", "FAILED", "SUSPENDED")
+
+
+def die_after_step(world: World, number: int) -> None:
+    """The first trainer dies once it has made that step of a run, before anybody is told."""
+
+    def configure(trainer: FakeTrainer) -> None:
+        step = trainer.step
+
+        def dying(uid: str, cursor: Cursor, incarnation: str) -> StepResult:
+            result = step(uid, cursor, incarnation)
+            if result.step == number and len(world.trainers) == 1:
+                world.trainers[-1].dead = True
+            return result
+
+        trainer.step = dying  # type: ignore[method-assign]
+
+    world.configure_trainer = configure
 
 
 class _Spawner:

@@ -124,9 +124,17 @@ def gradient(rank: TrainerRank, uid: str) -> Tensor:
     return rank.adapter(uid).grad.clone()
 
 
-def save(rank: TrainerRank, cursor: Cursor, partial: bool = False, score: float | None = None) -> Artifact:
-    """A checkpoint of run "a" in runs/a, of the rank that writes it."""
-    artifact = rank.checkpoint("a", "runs/a", cursor, partial, score)
+def save(
+    rank: TrainerRank,
+    cursor: Cursor = Cursor(),
+    partial: bool = False,
+    score: float | None = None,
+    *,
+    uid: str = "a",
+    directory: str = "runs/a",
+) -> Artifact:
+    """A checkpoint of a run made now, of the rank that writes it."""
+    artifact = rank.checkpoint(uid, directory, cursor, partial, score)
     assert artifact is not None
     return artifact
 
@@ -153,8 +161,7 @@ def named(adapter: SlotAdapter, flat: Tensor) -> dict[str, Tensor]:
 
 def peft_model(model: Path, rank: TrainerRank, uid: str, directory: Path) -> Any:
     """The run's adapter, exported by a checkpoint, on the Hugging Face model: the independent reference."""
-    artifact = rank.checkpoint(uid, str(directory), Cursor())
-    assert artifact is not None
+    artifact = save(rank, uid=uid, directory=str(directory))
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     return PeftModel.from_pretrained(base, artifact.path, is_trainable=True)
 

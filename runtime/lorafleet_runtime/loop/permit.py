@@ -1,4 +1,4 @@
-"""Places that are taken and given back: for saves, and for snapshots, of one trainer.
+"""Places that are taken and given back: for saves, snapshots and reads of one trainer.
 
 Called by trainer.py; whoever holds a Permit gives it back. Knows nothing of what the places are for.
 """

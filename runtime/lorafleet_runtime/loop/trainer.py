@@ -274,14 +274,11 @@ class TrainerHandle:
         """Nobody waits for the run's write any more, or will: a death while it hangs says nothing of it."""
         beside = self._work.beside
 
-        def forget(_: object = None) -> None:
+        def forget() -> None:
             with contextlib.suppress(ValueError):
                 beside.remove(Doing("save", uid))
 
-        if writing._captured.done():
-            forget()
-        else:
-            writing._captured.add_done_callback(forget)
+        writing.once_captured(forget)
 
     def save(self, permit: Permit, uid: str, *args: object) -> Writing:
         """Capture a run's checkpoint and write it, in a lane that no other call waits for.

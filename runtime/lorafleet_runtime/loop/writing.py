@@ -1,6 +1,7 @@
 """A checkpoint on its way, for whoever waits for it. Made by trainer.py (`TrainerHandle.save`), used by saving.py."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,13 @@ class Writing:
             TrainerLost: the trainer died.
         """
         await asyncio.shield(self._captured)
+
+    def once_captured(self, then: Callable[[], None]) -> None:
+        """Call `then` when the trainer has copied it or will not any more: at once where that is so."""
+        if self._captured.done():
+            then()
+        else:
+            self._captured.add_done_callback(lambda _: then())
 
     async def written(self) -> Artifact:
         """Wait until the checkpoint is durable.

@@ -144,16 +144,19 @@ class TrainerActor:
 
     def load(self, request: LoadRequest) -> Loaded:
         """See TrainerRank.load; with what was prepared for this very request."""
-        self._wanted.pop(request.uid, None)
-        wanted, prepared = self._prepared.pop(request.uid, (None, None))
+        wanted, prepared = self._take(request.uid)
         return self._rank.load(request, prepared if wanted == request else None)
 
     def drop(self, uid: str, keep_snapshot: bool = False) -> str:
         """See TrainerRank.drop."""
+        self._take(uid)
+        return self._rank.drop(uid, keep_snapshot)
+
+    def _take(self, uid: str) -> "tuple[LoadRequest | None, Prepared | None]":
+        """What was prepared for the run; what is still being read for it will not be kept."""
         with self._preparing:
             self._wanted.pop(uid, None)
-            self._prepared.pop(uid, None)
-        return self._rank.drop(uid, keep_snapshot)
+            return self._prepared.pop(uid, (None, None))
 
     def retain(self, uids: list[str]) -> None:
         """See TrainerRank.retain."""

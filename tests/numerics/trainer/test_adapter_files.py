@@ -16,8 +16,7 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import RunError
 from lorafleet_runtime.trainer.lora import Segment
 from lorafleet_runtime.trainer.rank import TrainerRank
-from lorafleet_runtime.types import Cursor, Manifest
-from support.trainer import load, make_groups, make_rank, make_request, named, peft_model, train_step
+from support.trainer import export, load, make_groups, make_rank, make_request, named, peft_model, save, train_step
 
 IDS = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(0))
 
@@ -28,16 +27,7 @@ def our_logits(rank: TrainerRank, uid: str) -> torch.Tensor:
 
 def checkpoint_path(rank: TrainerRank, uid: str) -> Path:
     """Folder of a checkpoint made now."""
-    artifact = rank.checkpoint(uid, f"runs/{uid}", Cursor())
-    assert artifact is not None
-    return Path(artifact.path)
-
-
-def exported(rank: TrainerRank, uid: str) -> tuple[Manifest, bytes]:
-    """What engines would get now."""
-    found = rank.export(uid)
-    assert found is not None
-    return found
+    return Path(save(rank, uid=uid, directory=f"runs/{uid}").path)
 
 
 def peft_logits(peft: Any) -> torch.Tensor:
@@ -72,7 +62,7 @@ def test_export_has_pefts_own_keys_and_shapes_of_every_layer(tiny: Path, tmp_pat
     assert len(expected) == 2 * len(targets) * base.config.num_hidden_layers
     rank = make_rank(tiny, tmp_path)
     load(rank, "a", rank=3, targetModules=targets)
-    manifest = exported(rank, "a")[0]
+    manifest = export(rank, "a")[0]
     assert {t.name: t.shape for t in manifest.tensors} == expected
     folder = checkpoint_path(rank, "a")
     assert {key: tuple(t.shape) for key, t in load_file(folder / "adapter_model.safetensors").items()} == expected
@@ -83,7 +73,7 @@ def test_export_has_pefts_own_keys_and_shapes_of_every_layer(tiny: Path, tmp_pat
 def test_flat_buffer_holds_the_same_tensors_as_the_directory(llama: Path, tmp_path: Path) -> None:
     rank = make_rank(llama, tmp_path)
     load(rank, "a", rank=3, alpha=5, targetModules=["q_proj", "v_proj", "gate_proj"])
-    manifest, buffer = exported(rank, "a")
+    manifest, buffer = export(rank, "a")
     stored = load_file(checkpoint_path(rank, "a") / "adapter_model.safetensors")
     assert {t.name for t in manifest.tensors} == stored.keys()
     for entry in manifest.tensors:
@@ -139,7 +129,7 @@ def test_warm_start_keeps_the_scale_and_the_rslora_flag(
     assert (our_logits(rank, "a") - peft_logits(source)).abs().max() < 1e-4
     path = checkpoint_path(rank, "a")
     assert json.loads((path / "adapter_config.json").read_text())["use_rslora"] is rslora
-    assert exported(rank, "a")[0].use_rslora is rslora
+    assert export(rank, "a")[0].use_rslora is rslora
     base = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
     assert torch.equal(peft_logits(PeftModel.from_pretrained(base, path)), peft_logits(source))
     again = make_rank(qwen3, tmp_path)

@@ -17,7 +17,7 @@ from lorafleet_runtime.trainer.actor import LANES, TrainerActor
 from lorafleet_runtime.trainer.group import TrainerGroup
 from lorafleet_runtime.trainer.saves import Saves
 from lorafleet_runtime.types import Artifact, Cursor, LoadRequest, StepResult
-from support.trainer import make_groups, make_rank, make_request, relative, train_step
+from support.trainer import export, make_groups, make_rank, make_request, relative, train_step
 from support.trainer_group import GroupUnderTest, make_group, running_group
 
 CONSTANT: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "rolloutBatchSize": 2}
@@ -70,9 +70,7 @@ def expected(model: Path, storage: Path) -> torch.Tensor:
     rank = make_rank(model, storage)
     rank.load(make_request("a", **CONSTANT))
     train_step(rank, "a", make_groups("a"))
-    exported = rank.export("a")
-    assert exported is not None
-    return weights(exported[1])
+    return weights(export(rank, "a")[1])
 
 
 def test_a_tensor_parallel_trainer_answers_every_call(qwen3: Path, tmp_path: Path, ray_here: None) -> None:

@@ -13,7 +13,7 @@ from lorafleet_api.v1alpha1.adapterpool import AdapterPoolSpec
 from lorafleet_runtime.trainer.rank import TrainerRank
 from lorafleet_runtime.types import Cursor
 from support.replay import DIRECTORY, edit_json, groups_of, recorded, request, run_replay, step_on
-from support.trainer import make_rank, make_request
+from support.trainer import make_rank, make_request, save
 from support.trainer_group import running_group
 
 
@@ -92,9 +92,7 @@ def suspended(model: Path, storage: Path) -> Path:
     rank.load(request())
     step_on(rank, groups_of(1))
     rank.accumulate(groups_of(2)[:1])
-    artifact = rank.checkpoint("a", DIRECTORY, Cursor(), partial=True)
-    assert artifact is not None
-    return Path(artifact.path)
+    return Path(save(rank, Cursor(), partial=True, directory=DIRECTORY).path)
 
 
 def test_groups_before_a_suspension_are_in_the_record_of_their_step(qwen3: Path, tmp_path: Path) -> None:

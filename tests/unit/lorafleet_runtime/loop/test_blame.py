@@ -9,9 +9,9 @@ import pytest
 
 from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.loop.trainer import Doing
-from lorafleet_runtime.types import BatchResult, Cursor, LoadRequest, PromptGroup, StepResult
+from lorafleet_runtime.types import BatchResult, LoadRequest, PromptGroup
 from support.fake_actors import FakeTrainer
-from support.fleets import World, build_world, ended, running
+from support.fleets import World, build_world, die_after_step, ended, running
 from support.runs import activate, put
 
 ONE: dict[str, Any] = {"rolloutBatchSize": 1, "maxStaleness": 3, "checkpoint": {"intervalSteps": 100}}
@@ -235,18 +235,7 @@ def test_who_was_beside_others_is_not_failed_and_is_the_next_time(world: World, 
 async def test_a_step_that_nobody_heard_of_is_told_of_in_the_log(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def configure(trainer: FakeTrainer) -> None:
-        step = trainer.step
-
-        def dying(uid: str, cursor: Cursor, incarnation: str) -> StepResult:
-            result = step(uid, cursor, incarnation)
-            if result.step == 2 and len(world.trainers) == 1:
-                world.trainers[-1].dead = True
-            return result
-
-        trainer.step = dying  # type: ignore[method-assign]
-
-    world.configure_trainer = configure
+    die_after_step(world, 2)
     async with running(world):
         put(world.registry, "a", **ONE)
         await world.until(lambda: ended(world, "a"))

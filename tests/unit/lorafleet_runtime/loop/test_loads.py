@@ -29,39 +29,35 @@ async def complete(world: World, uids: str) -> None:
     assert {uid: (runs[uid].state, runs[uid].message) for uid in uids if runs[uid].state != "COMPLETED"} == {}
 
 
+def die_in_read(world: World, trainer: FakeTrainer, number: int, seconds: float = 0.0) -> None:
+    """The first trainer dies in its read of that number; each read takes so long."""
+    first, begun = not world.trainers, list[str]()
+
+    async def prepare(request: LoadRequest) -> None:
+        begun.append(request.uid)
+        if first and len(begun) == number:
+            world.trainers[0].dead = True
+        await asyncio.sleep(seconds)
+
+    trainer.prepare = prepare  # type: ignore[method-assign, assignment]
+
+
 async def test_a_death_during_many_loads_fails_none_of_them(world: World) -> None:
     """Each then loads alone, one after the other, and all of that takes longer than any of them may."""
-
-    def configure(trainer: FakeTrainer) -> None:
-        first, begun = not world.trainers, list[str]()
-
-        async def prepare(request: LoadRequest) -> None:
-            begun.append(request.uid)
-            if first and len(begun) == 4:
-                world.trainers[0].dead = True
-            await asyncio.sleep(0.4)
-
-        trainer.prepare = prepare  # type: ignore[method-assign, assignment]
-
-    world.configure_trainer = configure
+    world.configure_trainer = lambda trainer: die_in_read(world, trainer, 4, seconds=0.4)
     async with running(world):
         await complete(world, "abcdef")
 
 
 async def test_a_trainer_that_is_away_for_longer_than_a_load_may_take_fails_nobody(world: World) -> None:
     def configure(trainer: FakeTrainer) -> None:
-        number, begun = len(world.trainers), list[str]()
-
-        async def prepare(request: LoadRequest) -> None:
-            begun.append(request.uid)
-            if number == 0 and len(begun) == 2:
-                world.trainers[0].dead = True
+        number = len(world.trainers)
 
         async def start() -> dict[int, str]:
             await asyncio.sleep(2.5 if number == 1 else 0)
             return {}
 
-        trainer.prepare = prepare  # type: ignore[method-assign, assignment]
+        die_in_read(world, trainer, 2)
         trainer.start = start  # type: ignore[method-assign, assignment]
 
     world.configure_trainer = configure

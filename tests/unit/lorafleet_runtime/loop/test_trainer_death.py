@@ -9,7 +9,7 @@ from lorafleet_api.v1alpha1 import reasons
 from lorafleet_runtime.errors import Retryable, RunError
 from lorafleet_runtime.types import Cursor, Loaded, LoadRequest, Manifest, PromptGroup, StepResult, VersionId
 from support.fake_actors import FakeEngine, FakeTrainer, Kept
-from support.fleets import World, ended, running
+from support.fleets import World, die_after_step, ended, running
 from support.runs import put
 
 
@@ -52,18 +52,7 @@ async def test_a_trainer_without_snapshots_resumes_from_the_last_checkpoint(worl
 
 
 async def test_a_step_whose_answer_was_lost_is_not_made_again(world: World) -> None:
-    def die_after_step(trainer: FakeTrainer) -> None:
-        step = trainer.step
-
-        def dying(uid: str, cursor: Cursor, incarnation: str) -> StepResult:
-            result = step(uid, cursor, incarnation)
-            if result.step == 3 and len(world.trainers) == 1:
-                world.trainers[-1].dead = True
-            return result
-
-        trainer.step = dying  # type: ignore[method-assign]
-
-    world.configure_trainer = die_after_step
+    die_after_step(world, 3)
     async with running(world):
         put(world.registry, "a", numStep=5, rolloutBatchSize=1)
         await world.until(lambda: ended(world, "a"))
