@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lorafleet_runtime.loop.trainer import _SNAPSHOTS_AT_ONCE
+from lorafleet_runtime.loop.trainer import _READS_AT_ONCE, _SAVES_AT_ONCE, _SNAPSHOTS_AT_ONCE
 from lorafleet_runtime.trainer import snapshot
+from lorafleet_runtime.trainer.actor import LANES
 from lorafleet_runtime.trainer.checkpoint import Identity, TrainState
 from lorafleet_runtime.trainer.snapshot import PLACES, Snapshots
 from lorafleet_runtime.types import Cursor
@@ -118,7 +119,8 @@ def test_no_more_than_the_places_are_staged_and_the_trainer_waits_for_none(tmp_p
 
 
 def test_the_loop_asks_for_no_more_than_there_is_room_for() -> None:
-    assert _SNAPSHOTS_AT_ONCE <= PLACES
+    assert min(PLACES, LANES["snapshots"]) >= _SNAPSHOTS_AT_ONCE
+    assert LANES["saves"] >= _SAVES_AT_ONCE and LANES["reads"] >= _READS_AT_ONCE
 
 
 def test_a_copy_that_cannot_be_allocated_costs_the_snapshot_alone(
