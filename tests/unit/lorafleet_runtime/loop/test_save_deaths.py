@@ -44,23 +44,29 @@ def kills_when_writing(world: World, uid: str) -> None:
 
 
 def all_kill_when_writing(world: World, uids: set[str]) -> None:
-    """Every write of these runs kills the trainer: the first time with as many others as there can be, and later with
-    whatever comes beside it in a while."""
+    """Every write of these runs kills the trainer: the first time all of them and one other are under way, as many as
+    there can be, and later with whatever comes beside it in a while."""
 
     def configure(trainer: FakeTrainer) -> None:
         saved, capture, company = trainer.saved, trainer.capture, asyncio.Event()
-        wanted = 4 if not world.trainers else 2
+        first, writing = not world.trainers, set[str]()
 
         def counted(*arguments: Any) -> str:
             ticket = capture(*arguments)
-            if len(trainer._captured) >= wanted:
+            if not first and len(trainer._captured) >= 2:
                 company.set()
             return ticket
 
         async def dying(ticket: str) -> Artifact | None:
+            uid = trainer._captured[ticket][0]
+            if first and uid not in uids and writing - uids:
+                return await saved(ticket)  # its place may be wanted
+            writing.add(uid)
+            if first and len(writing) == len(uids) + 1:
+                company.set()
             with suppress(TimeoutError):
-                await asyncio.wait_for(company.wait(), None if wanted == 4 else 0.1)
-            if trainer._captured[ticket][0] in uids:
+                await asyncio.wait_for(company.wait(), None if first else 0.1)
+            if uid in uids:
                 world.trainers[-1].dead = True
             return await saved(ticket)
 
