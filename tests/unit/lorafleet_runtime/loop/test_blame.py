@@ -72,11 +72,23 @@ async def test_a_run_that_kills_the_trainer_in_the_last_part_of_its_batch_is_fou
     world = build_world(tmp_path, rollout={"globalBatchSize": 4})  # two groups at a time
     world.registry.sync([])
 
-    def die(groups: list[PromptGroup]) -> None:
-        if any((group.uid, group.index) == ("bad", 3) for group in groups):
-            world.trainers[-1].dead = True
+    def good_is_not_being_read() -> bool:
+        """Beside a read this death would count for nobody, and be one more."""
+        read = Doing("load", "good") in world.fleet.trainer._work.beside
+        return not read and (world.registry.runs["good"].loaded or world.doing("load") == ["good"])
 
-    world.configure_trainer = lambda trainer: setattr(trainer, "on_accumulate", die)
+    def configure(trainer: FakeTrainer) -> None:
+        accumulate = trainer.accumulate
+
+        async def dying(groups: list[PromptGroup]) -> BatchResult:
+            if any((group.uid, group.index) == ("bad", 3) for group in groups):
+                await world.until(good_is_not_being_read)
+                world.trainers[-1].dead = True
+            return accumulate(groups)
+
+        trainer.accumulate = dying  # type: ignore[method-assign, assignment]
+
+    world.configure_trainer = configure
     async with running(world):
         put(world.registry, "bad", backoffLimit=1, rolloutBatchSize=4, numStep=50)
         put(world.registry, "good", **ONE, backoffLimit=0, numStep=100_000)
